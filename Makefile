@@ -1,0 +1,44 @@
+# make demo      set up, then show on real models what a horizon does to the gradient and to memory
+# make test      set up, then run the tests (make test-all: the slow ones too)
+# make check     set up, then lint, formatting and strict types
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+# One thread per process: the tensors are small, and processes side by side must not fight for the cores.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test test-all check format clean
+.DEFAULT_GOAL := test
+
+# Rebuilt only when what is installed changes; otherwise the targets below do no install work.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("mpc_dist needs Python 3.10 or newer; set PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $(READY)
+
+demo: $(READY)
+	$(BIN)/mpc-dist angles --config configs/res_mlp.yaml --out runs/demo/res_mlp
+	$(BIN)/mpc-dist angles --config configs/gpt_stdlib.yaml --out runs/demo/gpt
+	@echo
+	@echo "Pictures: runs/demo/res_mlp/angles.png and runs/demo/gpt/angles.png"
+
+test: $(READY)
+	$(BIN)/python -m pytest -m 'not slow'
+
+test-all: $(READY)
+	$(BIN)/python -m pytest
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

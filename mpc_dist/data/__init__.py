@@ -1,0 +1,40 @@
+"""Data sets by name: deterministic, seeded, and the same on every rank that asks."""
+
+from typing import Protocol
+
+from mpc_dist.data.dataset import Batch, Batches, Dataset, Split
+from mpc_dist.data.images import Cifar10Data, Cifar100Data, DigitsData
+from mpc_dist.data.synthetic import LinearData, TrigonometricData
+from mpc_dist.data.text import TextData
+
+
+class DataSource(Protocol):
+    """A data set with its settings; implementations are frozen dataclasses and serve as their own configuration."""
+
+    def load(self) -> Dataset:
+        """Read or draw the samples."""
+
+
+DATA: dict[str, type[DataSource]] = {
+    "linear": LinearData,
+    "trigonometric": TrigonometricData,
+    "digits": DigitsData,
+    "cifar10": Cifar10Data,
+    "cifar100": Cifar100Data,
+    "text": TextData,
+}
+
+__all__ = [
+    "DATA",
+    "Batch",
+    "Batches",
+    "Cifar10Data",
+    "Cifar100Data",
+    "DataSource",
+    "Dataset",
+    "DigitsData",
+    "LinearData",
+    "Split",
+    "TextData",
+    "TrigonometricData",
+]

@@ -1,0 +1,94 @@
+"""Next-token prediction on the bytes or characters of any text; without a path, of Python's standard library."""
+
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mpc_dist.data.dataset import Batch, Dataset, Indices, Split
+from mpc_dist.task import Task
+from mpc_dist.validation import check_real, check_whole
+
+
+@dataclass(frozen=True)
+class TextData:
+    """Chunks of a text; the labels are the inputs moved by one token. The end of the text is the test set."""
+
+    name: Literal["text"] = "text"
+    """Data set."""
+    path: str | None = None
+    """A file, or a folder whose files are joined in name order. None: the sources of Python's standard library, which
+    every machine has (they differ between Python versions)."""
+    unit: Literal["bytes", "characters"] = "bytes"
+    """What a token is; characters need UTF-8, and the vocabulary is those that occur."""
+    context: int = 128
+    """Tokens per sample."""
+    test_fraction: float = 0.1
+    """Share of the text, from its end, that is kept for testing."""
+    max_bytes: int | None = None
+    """Read at most this many bytes of text."""
+
+    def __post_init__(self) -> None:
+        check_whole("data.context", self.context, minimum=1)
+        check_real("data.test_fraction", self.test_fraction, minimum=0, maximum=1)
+        if self.max_bytes is not None:
+            check_whole("data.max_bytes", self.max_bytes, minimum=1)
+
+    def load(self) -> Dataset:
+        """Read the text and cut it into training and test chunks."""
+        raw = b"".join(path.read_bytes() for path in self._files())[: self.max_bytes]
+        tokens, vocabulary = _tokenise(raw, self.unit)
+        cut = round(len(tokens) * (1 - self.test_fraction))
+        parts = {"training": tokens[:cut], "test": tokens[cut:]}
+        for part, part_tokens in parts.items():
+            if len(part_tokens) <= self.context:
+                raise ValueError(
+                    f"the {part} part of {self.path or 'the text'} has {len(part_tokens)} {self.unit}, too few for a "
+                    f"data.context of {self.context} plus 1; use more text, a smaller context or another test_fraction"
+                )
+        train, test = (_chunks(part_tokens, self.context) for part_tokens in parts.values())
+        return Dataset(Task("tokens", (self.context,), vocabulary), train, test)
+
+    def _files(self) -> list[Path]:
+        if self.path is None:
+            # Top level only: packages below it (tests, idlelib, installed packages) vary between machines.
+            return sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+        path = Path(self.path)
+        if not path.exists():
+            raise ValueError(f"data.path {path} does not exist; give a text file or a folder of them")
+        files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+        if not files:
+            raise ValueError(f"data.path {path} is a folder without files; give a text file or a folder of them")
+        return files
+
+
+def _tokenise(raw: bytes, unit: Literal["bytes", "characters"]) -> tuple[NDArray[np.int64], int]:
+    """Token ids and the size of the vocabulary."""
+    if unit == "bytes":
+        return np.frombuffer(raw, dtype=np.uint8).astype(np.int64), 256
+    try:
+        # A cut at max_bytes may split the last character: an incomplete end is dropped, other damage is not.
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        if error.end < len(raw):
+            raise ValueError(f"the text is not UTF-8 at byte {error.start}; use data.unit 'bytes'") from error
+        text = raw[: error.start].decode("utf-8")
+    codes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+    alphabet, ids = np.unique(codes, return_inverse=True)
+    return ids.astype(np.int64), max(len(alphabet), 1)
+
+
+def _chunks(tokens: NDArray[np.int64], context: int) -> Split:
+    """Non-overlapping chunks: an epoch reads every token once."""
+    text = torch.from_numpy(tokens)
+    offsets = torch.arange(context + 1)
+
+    def gather(indices: Indices, _: np.random.Generator) -> Batch:
+        windows = text[torch.from_numpy(indices * context)[:, None] + offsets]
+        return windows[:, :-1], windows[:, 1:]
+
+    return Split((len(tokens) - 1) // context, gather)

@@ -1,0 +1,126 @@
+"""The definition of the MPC gradient, and an eager sweep that gives the same numbers in less memory.
+
+For every block t with windows w (Ren & Li, arXiv 2409.19561, the MPC gradient; h = 1 is forward-forward, h = T is back-propagation):
+
+    g(u(t)) = sum over its targets (s, w) of  w * dL(x(s)) / du(t)
+
+A readout's own weights take dL(x(s)) / d(weights), unweighted. Parameters that do not require gradients, and readouts at
+which no block aims, have no entry in the result.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from mpc_dist.models.chain import Chain
+from mpc_dist.windows import Windows
+
+Gradients = dict[str, Tensor]
+"""The gradient of each parameter, by its name in `Chain.named_parameters()`."""
+
+
+def mpc_gradients(model: Chain, inputs: Tensor, labels: Tensor, windows: Windows) -> Gradients:
+    """Every parameter's gradient by the formula, plainly: one graph, and one differentiation per block.
+
+    This is the oracle: whatever else computes an MPC gradient is compared with it.
+    """
+    model.check_windows(windows)
+    state, losses = inputs, {}
+    for boundary, block in enumerate(model.blocks, start=1):
+        state = block(state)
+        if boundary in windows.readouts:
+            losses[boundary] = model.loss_at(boundary, state, labels)
+
+    gradients: Gradients = {}
+    for t, targets in enumerate(windows.targets):
+        aim = sum(weight * losses[boundary] for boundary, weight in targets)
+        assert isinstance(aim, Tensor)
+        gradients |= _differentiate(aim, f"blocks.{t}.", model.blocks[t])
+    for boundary, loss in losses.items():
+        gradients |= _differentiate(loss, f"readouts.{boundary}.", model.readouts[str(boundary)])
+    return gradients
+
+
+def eager_mpc_gradients(model: Chain, inputs: Tensor, labels: Tensor, windows: Windows) -> Gradients:
+    """The same gradients by one forward sweep that holds only the blocks that a later readout still needs.
+
+    At each readout its adjoint runs back to the lowest block that aims there; then the blocks that no later readout
+    crosses are freed. For sliding windows at most h blocks are held, so memory is affine in h: M(h) = a*h + b.
+    """
+    model.check_windows(windows)
+    gradients: Gradients = {}
+    held: dict[int, HeldBlock] = {}
+    state = inputs
+    for t, block in enumerate(model.blocks):
+        held[t] = HeldBlock.run(block, state)
+        boundary, state = t + 1, held[t].output.detach()
+        if boundary not in windows.readouts:
+            continue
+
+        readout = model.readouts[str(boundary)]
+        leaf = state.requires_grad_()
+        loss = model.loss_at(boundary, leaf, labels)
+        own = list(_trainable(readout))
+        adjoint, *values = _grad(loss, [leaf, *(p for _, p in own)])
+        gradients |= {f"readouts.{boundary}.{name}": value for (name, _), value in zip(own, values, strict=True)}
+        del loss, leaf
+
+        for crossed in reversed(windows.blocks_crossed_by(boundary)):
+            goes_on = crossed > windows.stop_of(boundary)
+            values, below = held[crossed].pull_back(
+                adjoint, weights=windows.is_target(crossed, boundary), to_input=goes_on
+            )
+            for name, value in values.items():
+                value, key = windows.weight(crossed, boundary) * value, f"blocks.{crossed}.{name}"
+                gradients[key] = gradients[key] + value if key in gradients else value
+            if goes_on:
+                assert below is not None
+                adjoint = below
+            if windows.last_readout_crossing(crossed) == boundary:
+                del held[crossed]
+    assert not held
+    return {name: gradients[name] for name, _ in model.named_parameters() if name in gradients}
+
+
+@dataclass(frozen=True)
+class HeldBlock:
+    """A block's forward pass kept for its adjoints: a graph of this block alone, from a detached input."""
+
+    block: nn.Module
+    input: Tensor
+    output: Tensor
+
+    @classmethod
+    def run(cls, block: nn.Module, state: Tensor) -> "HeldBlock":
+        """Run the block on the state; adjoints can pass to it if it is real-valued (raw inputs may be tokens)."""
+        leaf = state.detach().requires_grad_(state.is_floating_point())
+        return cls(block, leaf, block(leaf))
+
+    def pull_back(self, adjoint: Tensor, *, weights: bool, to_input: bool) -> tuple[Gradients, Tensor | None]:
+        """The weight gradients and the adjoint at the input, each only if asked for; the graph is kept."""
+        named = list(_trainable(self.block)) if weights else []
+        sources = [parameter for _, parameter in named] + ([self.input] if to_input else [])
+        if not sources:
+            return {}, None
+        values = _grad(self.output, sources, adjoint)
+        below = values.pop() if to_input else None
+        return {name: value for (name, _), value in zip(named, values, strict=True)}, below
+
+
+def _differentiate(loss: Tensor, prefix: str, module: nn.Module) -> Gradients:
+    named = list(_trainable(module))
+    values = _grad(loss, [parameter for _, parameter in named]) if named else []
+    return {prefix + name: value for (name, _), value in zip(named, values, strict=True)}
+
+
+def _trainable(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return ((name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad)
+
+
+def _grad(output: Tensor, sources: Sequence[Tensor], adjoint: Tensor | None = None) -> list[Tensor]:
+    """d(output . adjoint) / d(sources), zeros for a source that the output does not depend on; the graph is kept."""
+    return list(
+        torch.autograd.grad(output, sources, adjoint, retain_graph=True, allow_unused=True, materialize_grads=True)
+    )

@@ -1,0 +1,16 @@
+"""Model families by name, the chain they build, and the protocol that another family follows."""
+
+from mpc_dist.models.block_model import BlockModel, build_chain, build_readout
+from mpc_dist.models.chain import Chain
+from mpc_dist.models.gpt import GPT
+from mpc_dist.models.residual_mlp import ResLinear, ResMLP
+from mpc_dist.models.resnet_cifar import ResNetCifar
+
+MODELS: dict[str, type[ResLinear] | type[ResMLP] | type[ResNetCifar] | type[GPT]] = {
+    "res_linear": ResLinear,
+    "res_mlp": ResMLP,
+    "resnet_cifar": ResNetCifar,
+    "gpt": GPT,
+}
+
+__all__ = ["GPT", "MODELS", "BlockModel", "Chain", "ResLinear", "ResMLP", "ResNetCifar", "build_chain", "build_readout"]

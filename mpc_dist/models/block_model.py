@@ -1,0 +1,93 @@
+"""The protocol of a model family, and how a chain is built from it.
+
+Every block and head is initialised from its own seed, so a part's weights do not depend on which other parts are built.
+"""
+
+import zlib
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from mpc_dist.models.chain import Chain
+from mpc_dist.readout import LOSSES, Identity, Pool, Project, ReadoutKind, Shared
+from mpc_dist.task import Task
+
+
+class BlockModel(Protocol):
+    """A model family with its sizes: ordered blocks, and what can read a state at a boundary.
+
+    The task gives the loss. Implementations are frozen dataclasses and serve as their own configuration.
+    """
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks the model has (T)."""
+
+    def check_task(self, task: Task) -> None:
+        """Raise unless the model can be built for this task."""
+
+    def width_at(self, boundary: int, task: Task) -> int:
+        """How many features the state x(boundary) has."""
+
+    def build_block(self, index: int, task: Task) -> nn.Module:
+        """Block `index`; block 0 takes raw inputs."""
+
+    def build_head(self, boundary: int, task: Task) -> nn.Module:
+        """A trained head that reads x(boundary); at the last boundary, the model's own."""
+
+
+def build_chain(
+    model: BlockModel,
+    task: Task,
+    *,
+    readout: ReadoutKind = "local",
+    boundaries: Iterable[int] | None = None,
+    seed: int = 0,
+) -> Chain:
+    """Build the blocks and the readouts at `boundaries` (default: all; the last one is always there)."""
+    model.check_task(task)
+    last = model.num_blocks
+    wanted = sorted({*(range(1, last + 1) if boundaries is None else boundaries), last})
+    blocks = [_seeded(lambda t=t: model.build_block(t, task), seed, f"block {t}") for t in range(last)]
+    head = _seeded(lambda: model.build_head(last, task), seed, f"head {last}")
+    readouts = {s: build_readout(model, task, readout, s, head=head, seed=seed) for s in wanted}
+    return Chain(blocks, LOSSES[task.kind], readouts)
+
+
+def build_readout(
+    model: BlockModel, task: Task, kind: ReadoutKind, boundary: int, *, head: nn.Module, seed: int
+) -> nn.Module:
+    """The readout of that kind at a boundary; the last boundary's is the model's own `head`, whatever the kind."""
+    if boundary == model.num_blocks:
+        return head
+    width, last_width = model.width_at(boundary, task), model.width_at(model.num_blocks, task)
+    if kind == "identity" and width != task.num_outputs:
+        raise ValueError(
+            f"an identity readout at boundary {boundary} gives {width} features, but the task has {task.num_outputs} "
+            "outputs; use pool, project or local"
+        )
+    if kind == "shared" and width != last_width:
+        raise ValueError(
+            f"a shared readout at boundary {boundary} has {width} features, but the final head reads {last_width}; "
+            "use local or pool, or anchors only where the widths agree"
+        )
+    readouts: dict[ReadoutKind, Callable[[], nn.Module]] = {
+        "identity": Identity,
+        "pool": lambda: Pool(task.num_outputs),
+        "project": lambda: Project(width, task.num_outputs, seed=_part_seed(seed, f"project {boundary}")),
+        "local": lambda: _seeded(lambda: model.build_head(boundary, task), seed, f"head {boundary}"),
+        "shared": lambda: Shared(head),
+    }
+    return readouts[kind]()
+
+
+def _part_seed(seed: int, part: str) -> int:
+    return zlib.crc32(f"{seed} {part}".encode())
+
+
+def _seeded(build: Callable[[], nn.Module], seed: int, part: str) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(_part_seed(seed, part))
+        return build()

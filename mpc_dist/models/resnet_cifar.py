@@ -1,0 +1,164 @@
+"""ResNets for 32 x 32 images: three groups of n two-convolution residual blocks (He et al. 2015, section 4.2).
+
+n = 9 is ResNet-56, n = 10 the paper's ResNet-62. The stem is part of block 0, the classifier is the last readout.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mpc_dist.readout import LinearHead
+from mpc_dist.task import Task
+from mpc_dist.validation import check_whole
+
+
+class Stem(nn.Module):
+    """The first convolution: image channels to the first group's."""
+
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(in_channels, out_channels, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(out_channels)
+
+    def forward(self, image: Tensor) -> Tensor:
+        """Map (N, in, H, W) to (N, out, H, W)."""
+        return F.relu(self.bn1(self.conv1(image)))
+
+
+class ResidualBlock(nn.Module):
+    """Two 3 x 3 convolutions with batch norm, and a parameter-free shortcut (He's option A: stride and zero padding)."""
+
+    def __init__(self, in_channels: int, out_channels: int, *, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(in_channels, out_channels, 3, stride=stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(out_channels)
+        self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(out_channels)
+        self.stride = stride
+        self.padding = (out_channels - in_channels) // 2
+
+    def forward(self, state: Tensor) -> Tensor:
+        """Map (N, in, H, W) to (N, out, H / stride, W / stride)."""
+        out = F.relu(self.bn1(self.conv1(state)))
+        out = self.bn2(self.conv2(out))
+        shortcut = state[:, :, :: self.stride, :: self.stride]
+        if self.padding:
+            shortcut = F.pad(shortcut, (0, 0, 0, 0, self.padding, self.padding))
+        return F.relu(out + shortcut)
+
+
+@dataclass(frozen=True)
+class ResNetCifar:
+    """Residual network for small images with 6n + 2 layers, a block per residual block."""
+
+    name: Literal["resnet_cifar"] = "resnet_cifar"
+    """Model family."""
+    blocks_per_group: int = 10
+    """Residual blocks in each of the three groups (n): 9 is ResNet-56, 10 is ResNet-62."""
+    channels: int = 16
+    """Channels of the first group; the second and third have twice and four times as many."""
+    checkpoint: str | None = None
+    """A trained ResNet in the layout of akamaster/pytorch_resnet_cifar10 to start from (a .th file)."""
+
+    def __post_init__(self) -> None:
+        check_whole("model.blocks_per_group", self.blocks_per_group, minimum=1)
+        check_whole("model.channels", self.channels, minimum=1)
+
+    @property
+    def num_blocks(self) -> int:
+        """Three groups."""
+        return 3 * self.blocks_per_group
+
+    def check_task(self, task: Task) -> None:
+        """Accept images with channels first."""
+        if task.kind != "classification" or len(task.input_shape) != 3:
+            raise ValueError(
+                f"resnet_cifar classifies images (channels, height, width), but the data is {task.kind} on "
+                f"{task.input_shape}; use data 'cifar10', 'cifar100' or 'digits'"
+            )
+
+    def width_at(self, boundary: int, task: Task) -> int:  # noqa: ARG002
+        """Channels of the group that ends or passes there."""
+        return self.channels * 2 ** ((boundary - 1) // self.blocks_per_group)
+
+    def build_block(self, index: int, task: Task) -> nn.Module:
+        """Residual block `index`, with the stem before it for index 0."""
+        channels = self.width_at(index + 1, task)
+        if index == 0:
+            stem = Stem(task.input_shape[0], channels)
+            block: nn.Module = nn.Sequential(stem, ResidualBlock(channels, channels, stride=1))
+        else:
+            before = self.width_at(index, task)
+            block = ResidualBlock(before, channels, stride=1 if before == channels else 2)
+        return self._load_trained(block.apply(_initialise), f"blocks.{index}.")
+
+    def build_head(self, boundary: int, task: Task) -> nn.Module:
+        """Global average pooling and a linear classifier."""
+        head = LinearHead(self.width_at(boundary, task), task.num_outputs).apply(_initialise)
+        return self._load_trained(head, f"readouts.{boundary}.") if boundary == self.num_blocks else head
+
+    @cached_property
+    def _trained(self) -> dict[str, Tensor] | None:
+        """The checkpoint's tensors by their names in a chain, or None without a checkpoint."""
+        if self.checkpoint is None:
+            return None
+        return read_akamaster(Path(self.checkpoint), blocks_per_group=self.blocks_per_group)
+
+    def _load_trained(self, module: nn.Module, prefix: str) -> nn.Module:
+        if self._trained is None:
+            return module
+        part = {key.removeprefix(prefix): value for key, value in self._trained.items() if key.startswith(prefix)}
+        try:
+            module.load_state_dict(part)
+        except RuntimeError as error:
+            raise ValueError(
+                f"checkpoint {self.checkpoint} does not fit {prefix.rstrip('.')}: {error}; "
+                "set model.channels and the data's number of classes to match"
+            ) from error
+        return module
+
+
+def read_akamaster(path: Path, *, blocks_per_group: int) -> dict[str, Tensor]:
+    """Read a checkpoint of akamaster/pytorch_resnet_cifar10, with its tensors named as in a chain."""
+    if not path.is_file():
+        raise ValueError(f"checkpoint {path} does not exist; give the path of a .th file")
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises many types for a file that is no checkpoint
+        raise ValueError(f"checkpoint {path} cannot be read ({error}); give a file saved by torch.save") from error
+    weights = content.get("state_dict") if isinstance(content, Mapping) else None
+    if not isinstance(weights, Mapping):
+        raise ValueError(f"checkpoint {path} holds no 'state_dict'; give one of akamaster/pytorch_resnet_cifar10")
+    names = [key.removeprefix("module.") for key in weights]
+    found = len({tuple(name.split(".")[:2]) for name in names if name.startswith("layer1.")})
+    if found != blocks_per_group:
+        raise ValueError(
+            f"checkpoint {path} has {found} residual blocks per group, the model {blocks_per_group}; "
+            f"set model.blocks_per_group to {found}"
+        )
+    return {_rename(name, blocks_per_group): value for name, value in zip(names, weights.values(), strict=True)}
+
+
+def _rename(key: str, blocks_per_group: int) -> str:
+    """`layer2.0.conv1.weight` -> `blocks.9.conv1.weight`; the stem and the first block share block 0."""
+    top, _, rest = key.partition(".")
+    if top == "linear":
+        return f"readouts.{3 * blocks_per_group}.linear.{rest}"
+    if top in ("conv1", "bn1"):
+        return f"blocks.0.0.{key}"
+    if not top.startswith("layer"):
+        return key
+    index, _, inner = rest.partition(".")
+    block = (int(top.removeprefix("layer")) - 1) * blocks_per_group + int(index)
+    return f"blocks.{block}.1.{inner}" if block == 0 else f"blocks.{block}.{inner}"
+
+
+def _initialise(module: nn.Module) -> None:
+    if isinstance(module, (nn.Conv2d, nn.Linear)):
+        nn.init.kaiming_normal_(module.weight)

@@ -1,0 +1,130 @@
+"""What turns a state x(s) into a loss: a readout makes a prediction of it, a loss compares that with the labels.
+
+A readout's own weights learn from their own loss only; parameter-free readouts have none.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mpc_dist.task import TaskKind
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""(prediction, labels) -> scalar, averaged over the batch."""
+
+ReadoutKind = Literal["identity", "pool", "project", "local", "shared"]
+
+
+@dataclass(frozen=True)
+class ReadoutConfig:
+    """How a loss is read at an interior boundary; the last boundary always has the model's own head."""
+
+    kind: ReadoutKind = "local"
+    """identity: the state is the prediction; pool: average it down to the label's dimension; project: a fixed random
+    linear map to it; local: a trained head per boundary; shared: the final head, held constant."""
+
+
+def features(state: Tensor) -> Tensor:
+    """The state with features last: images (N, C, H, W) are averaged over space, others are as they are."""
+    return state.mean(dim=(2, 3)) if state.ndim == 4 else state
+
+
+class Identity(nn.Module):
+    """The state itself is the prediction."""
+
+    def forward(self, state: Tensor) -> Tensor:
+        """Return the state."""
+        return state
+
+
+class Pool(nn.Module):
+    """Average pooling of the features to the label's dimension; no weights."""
+
+    def __init__(self, num_outputs: int) -> None:
+        super().__init__()
+        self.num_outputs = num_outputs
+
+    def forward(self, state: Tensor) -> Tensor:
+        """Return (..., num_outputs)."""
+        # (1, positions, width): adaptive pooling acts on the last dimension of a three-dimensional tensor.
+        flat = features(state)
+        pooled = F.adaptive_avg_pool1d(flat.reshape(1, -1, flat.shape[-1]), self.num_outputs)
+        return pooled.reshape(*flat.shape[:-1], self.num_outputs)
+
+
+class Project(nn.Module):
+    """A fixed linear projection of the features to the label's dimension, drawn from a seed; no weights to train."""
+
+    projection: Tensor
+
+    def __init__(self, width: int, num_outputs: int, *, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        # Drawn on the CPU in float32 whatever the default device and dtype, so that a seed means one matrix.
+        drawn = torch.randn(num_outputs, width, generator=generator, device="cpu", dtype=torch.float32) / width**0.5
+        self.register_buffer("projection", drawn.to(torch.get_default_device(), torch.get_default_dtype()))
+
+    def forward(self, state: Tensor) -> Tensor:
+        """Return (..., num_outputs)."""
+        return F.linear(features(state), self.projection)
+
+
+class Shared(nn.Module):
+    """The final head, held constant: the state learns from it, its weights do not learn from the state."""
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        # In a tuple, so that the head's weights are not registered here a second time.
+        self._head = (head,)
+
+    def forward(self, state: Tensor) -> Tensor:
+        """Return the head's prediction from this state."""
+        (head,) = self._head
+        constant = {name: tensor.detach() for name, tensor in (*head.named_parameters(), *head.named_buffers())}
+        prediction: Tensor = torch.func.functional_call(head, constant, (state,))
+        return prediction
+
+
+class LinearHead(nn.Module):
+    """A trained head: an optional layer norm, then a linear map of the features to the label's dimension."""
+
+    def __init__(self, width: int, num_outputs: int, *, norm: bool = False, bias: bool = True) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width) if norm else nn.Identity()
+        self.linear = nn.Linear(width, num_outputs, bias=bias)
+
+    def forward(self, state: Tensor) -> Tensor:
+        """Return (..., num_outputs)."""
+        prediction: Tensor = self.linear(self.norm(features(state)))
+        return prediction
+
+
+def mean_squared_error(prediction: Tensor, labels: Tensor) -> Tensor:
+    """The squared error averaged over batch and dimensions; the shapes must agree."""
+    if prediction.shape != labels.shape:
+        raise ValueError(
+            f"the readout predicts shape {tuple(prediction.shape)} but the labels have {tuple(labels.shape)}; "
+            "use a readout that maps to the label's dimension (pool, project or local)"
+        )
+    return F.mse_loss(prediction, labels)
+
+
+def cross_entropy(prediction: Tensor, labels: Tensor) -> Tensor:
+    """The cross-entropy of logits (..., classes) against labels (...), averaged over all positions."""
+    if prediction.shape[:-1] != labels.shape:
+        raise ValueError(
+            f"the readout predicts shape {tuple(prediction.shape)}, so labels need {tuple(prediction.shape[:-1])}, "
+            f"but they have {tuple(labels.shape)}; use a readout that gives logits (pool, project, local or shared)"
+        )
+    return F.cross_entropy(prediction.reshape(-1, prediction.shape[-1]), labels.reshape(-1))
+
+
+LOSSES: dict[TaskKind, Loss] = {
+    "regression": mean_squared_error,
+    "classification": cross_entropy,
+    "tokens": cross_entropy,
+}

@@ -1,0 +1,185 @@
+"""Which block aims at which readout: the only home of that index arithmetic.
+
+Block t maps x(t) to x(t+1), so its output is boundary t+1; boundaries run from 1 to T, the number of blocks. A window map
+is data: sliding (the paper), anchored, cumulative, tumbling, forward-forward, LoCo and back-propagation are all one type.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from mpc_dist.validation import check_whole
+
+Target = tuple[int, float]
+"""A boundary that carries a readout, and the weight of its loss."""
+
+
+@dataclass(frozen=True)
+class Windows:
+    """For each block, the readouts that its weights learn from.
+
+    The gradient of block t is the sum over its targets (s, w) of w * dL(x(s))/du(t).
+    """
+
+    targets: tuple[tuple[Target, ...], ...]
+    """`targets[t]`: the (boundary, weight) pairs of block t, boundaries ascending."""
+
+    def __post_init__(self) -> None:
+        if not self.targets:
+            raise ValueError("windows need at least 1 block, got none")
+        for block, aims in enumerate(self.targets):
+            boundaries = [boundary for boundary, _ in aims]
+            if not boundaries:
+                raise ValueError(f"block {block} aims at no readout; give it one in {block + 1}..{self.num_blocks}")
+            if boundaries != sorted(set(boundaries)):
+                raise ValueError(f"block {block} aims at {boundaries}; list each boundary once, ascending")
+            for boundary, weight in aims:
+                check_whole(f"target boundary of block {block}:", boundary, minimum=block + 1, maximum=self.num_blocks)
+                if not (math.isfinite(weight) and weight > 0):
+                    raise ValueError(
+                        f"block {block} weighs the loss at boundary {boundary} by {weight}; use a positive number"
+                    )
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks the map covers (T)."""
+        return len(self.targets)
+
+    @cached_property
+    def readouts(self) -> tuple[int, ...]:
+        """The boundaries that carry a readout, ascending."""
+        return tuple(sorted({boundary for aims in self.targets for boundary, _ in aims}))
+
+    @cached_property
+    def _aiming(self) -> dict[int, tuple[int, ...]]:
+        aiming: dict[int, list[int]] = {boundary: [] for boundary in self.readouts}
+        for block, aims in enumerate(self.targets):
+            for boundary, _ in aims:
+                aiming[boundary].append(block)
+        return {boundary: tuple(blocks) for boundary, blocks in aiming.items()}
+
+    def blocks_aiming_at(self, readout: int) -> tuple[int, ...]:
+        """The blocks whose weights learn from this readout, ascending."""
+        return self._aiming[readout]
+
+    def stop_of(self, readout: int) -> int:
+        """The lowest block that the readout's adjoint must reach; it goes no further."""
+        return self._aiming[readout][0]
+
+    def blocks_crossed_by(self, readout: int) -> range:
+        """The blocks that the readout's adjoint must pass, from its stop up to the block below the readout."""
+        return range(self.stop_of(readout), readout)
+
+    def readouts_crossing(self, block: int) -> tuple[int, ...]:
+        """The readouts whose adjoints pass this block, as relay or as target, ascending."""
+        return tuple(readout for readout in self.readouts if block in self.blocks_crossed_by(readout))
+
+    def weight(self, block: int, readout: int) -> float:
+        """The weight of that readout's loss in the block's gradient; 0 if the block does not aim at it."""
+        return dict(self.targets[block]).get(readout, 0.0)
+
+    def is_target(self, block: int, readout: int) -> bool:
+        """Whether the block's weights learn from that readout."""
+        return any(boundary == readout for boundary, _ in self.targets[block])
+
+    def relays(self, block: int) -> tuple[int, ...]:
+        """The readouts whose adjoints cross this block without touching its weights, ascending."""
+        return tuple(readout for readout in self.readouts_crossing(block) if not self.is_target(block, readout))
+
+    def last_readout_crossing(self, block: int) -> int:
+        """The readout after whose adjoint the block's activations can be freed."""
+        return self.readouts_crossing(block)[-1]
+
+    def describe(self) -> str:
+        """Draw the map: a row per block, a column per boundary.
+
+        `●` a target, `─` blocks between a block and its furthest target, `○` a readout that the block does not use.
+        """
+        columns = range(1, self.num_blocks + 1)
+        width = len(str(self.num_blocks)) + 1
+        blocks = "block" if self.num_blocks == 1 else "blocks"
+        lines = [f"{self.num_blocks} {blocks}, readouts at {', '.join(map(str, self.readouts))}"]
+        lines.append("block".rjust(6) + "".join(str(boundary).rjust(width) for boundary in columns) + "   aims at")
+        for block, aims in enumerate(self.targets):
+            furthest = aims[-1][0]
+            cells = []
+            for boundary in columns:
+                on_path = block < boundary <= furthest
+                mark = "●" if self.is_target(block, boundary) else "○" if boundary in self._aiming else " "
+                if mark != "●" and on_path:
+                    mark = "─"
+                # The path runs from the block's own output (boundary t+1) to its furthest target.
+                cells.append(mark.rjust(width, "─" if on_path and boundary > block + 1 else " "))
+            aimed = ", ".join(str(s) if w == 1 else f"{s} (x{w:.3g})" for s, w in aims)
+            lines.append(str(block).rjust(6) + "".join(cells) + "   " + aimed)
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.describe()
+
+
+def sliding(num_blocks: int, horizon: int, anchors: Iterable[int] | None = None) -> Windows:
+    """Block t aims at the smallest anchor >= min(t + horizon, T).
+
+    Without anchors every boundary carries a readout: the paper's window, g_h(u(t)) = dL(x(min(t+h, T)))/du(t).
+    """
+    _check_size("horizon", horizon, num_blocks)
+    boundaries = range(1, num_blocks + 1) if anchors is None else _check_anchors(anchors, num_blocks)
+    reach = (min(block + horizon, num_blocks) for block in range(num_blocks))
+    return Windows(tuple(((next(s for s in boundaries if s >= ahead), 1.0),) for ahead in reach))
+
+
+def backprop(num_blocks: int) -> Windows:
+    """Every block aims at the last boundary: horizon T."""
+    return sliding(num_blocks, num_blocks)
+
+
+def forward_forward(num_blocks: int) -> Windows:
+    """Every block aims at its own output: horizon 1, the local loss."""
+    return sliding(num_blocks, 1)
+
+
+def tumbling(num_blocks: int, size: int) -> Windows:
+    """Every block of a group of `size` aims at the group's end; the last group may be shorter."""
+    _check_size("window size", size, num_blocks)
+    return Windows(tuple(((min((block // size + 1) * size, num_blocks), 1.0),) for block in range(num_blocks)))
+
+
+def cumulative(num_blocks: int, horizon: int) -> Windows:
+    """Block t aims at all of t+1..min(t+horizon, T), with equal weights that sum to 1."""
+    _check_size("horizon", horizon, num_blocks)
+    ahead = (range(block + 1, min(block + horizon, num_blocks) + 1) for block in range(num_blocks))
+    return Windows(tuple(tuple((boundary, 1.0 / len(reach)) for boundary in reach) for reach in ahead))
+
+
+def loco(num_blocks: int) -> Windows:
+    """LoCo as in the paper's appendix B: g(u(t)) = dL(x(t+1))/du(t) + dL(x(t+2))/du(t).
+
+    Block 0 aims at boundary 2 only and the last block at T only.
+    """
+    check_whole("number of blocks for LoCo:", num_blocks, minimum=2)
+    interior = tuple(((block + 1, 1.0), (block + 2, 1.0)) for block in range(1, num_blocks - 1))
+    return Windows((((2, 1.0),), *interior, ((num_blocks, 1.0),)))
+
+
+def _check_size(name: str, size: object, num_blocks: int) -> None:
+    check_whole("number of blocks:", num_blocks, minimum=1)
+    limits = f"1..{num_blocks}"
+    if isinstance(size, bool) or not isinstance(size, int):
+        raise ValueError(f"{name} must be a whole number of blocks, got {size!r}; use {limits}")
+    if size > num_blocks:
+        raise ValueError(f"{name} {size} exceeds the {num_blocks} blocks of this model; use {limits}")
+    if size < 1:
+        raise ValueError(f"{name} {size} sees no block ahead; use {limits}")
+
+
+def _check_anchors(anchors: Iterable[int], num_blocks: int) -> list[int]:
+    boundaries = list(anchors)
+    for boundary in boundaries:
+        check_whole("anchor", boundary, minimum=1, maximum=num_blocks)
+    if num_blocks not in boundaries:
+        raise ValueError(
+            f"anchors {sorted(boundaries)} leave out the last boundary {num_blocks}, at which the last blocks aim; add it"
+        )
+    return sorted(set(boundaries))

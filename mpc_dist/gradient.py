@@ -1,11 +1,12 @@
 """The definition of the MPC gradient, and an eager sweep that gives the same numbers in less memory.
 
-For every block t with windows w (Ren & Li, arXiv 2409.19561, the MPC gradient; h = 1 is forward-forward, h = T is back-propagation):
+For every block t (Ren & Li, arXiv 2409.19561; with the paper's windows, h = 1 is forward-forward and h = T is
+back-propagation):
 
     g(u(t)) = sum over its targets (s, w) of  w * dL(x(s)) / du(t)
 
-A readout's own weights take dL(x(s)) / d(weights), unweighted. Parameters that do not require gradients, and readouts at
-which no block aims, have no entry in the result.
+A readout's own weights take dL(x(s)) / d(weights), unweighted. Parameters that do not require gradients, and
+readouts at which no block aims, have no entry in the result.
 """
 
 from collections.abc import Iterator, Sequence
@@ -69,12 +70,12 @@ def eager_mpc_gradients(model: Chain, inputs: Tensor, labels: Tensor, windows: W
 
         for crossed in reversed(windows.blocks_crossed_by(boundary)):
             goes_on = crossed > windows.stop_of(boundary)
-            values, below = held[crossed].pull_back(
+            weight_gradients, below = held[crossed].pull_back(
                 adjoint, weights=windows.is_target(crossed, boundary), to_input=goes_on
             )
-            for name, value in values.items():
-                value, key = windows.weight(crossed, boundary) * value, f"blocks.{crossed}.{name}"
-                gradients[key] = gradients[key] + value if key in gradients else value
+            for name, gradient in weight_gradients.items():
+                key, weighted = f"blocks.{crossed}.{name}", windows.weight(crossed, boundary) * gradient
+                gradients[key] = gradients[key] + weighted if key in gradients else weighted
             if goes_on:
                 assert below is not None
                 adjoint = below

@@ -41,36 +41,34 @@ class Identity(nn.Module):
         return state
 
 
-class Pool(nn.Module):
-    """Average pooling of the features to the label's dimension; no weights."""
+class FixedLinear(nn.Module):
+    """A constant linear map of the features to the label's dimension; no weights to train.
 
-    def __init__(self, num_outputs: int) -> None:
+    A constant map needs nothing of the state for its adjoint, so it holds no memory for backward.
+    """
+
+    matrix: Tensor
+
+    def __init__(self, matrix: Tensor) -> None:
         super().__init__()
-        self.num_outputs = num_outputs
+        self.register_buffer("matrix", matrix.to(torch.get_default_device(), torch.get_default_dtype()))
 
     def forward(self, state: Tensor) -> Tensor:
-        """Return (..., num_outputs)."""
-        # (1, positions, width): adaptive pooling acts on the last dimension of a three-dimensional tensor.
-        flat = features(state)
-        pooled = F.adaptive_avg_pool1d(flat.reshape(1, -1, flat.shape[-1]), self.num_outputs)
-        return pooled.reshape(*flat.shape[:-1], self.num_outputs)
+        """Map (..., width) to (..., num_outputs)."""
+        return F.linear(features(state), self.matrix)
 
 
-class Project(nn.Module):
-    """A fixed linear projection of the features to the label's dimension, drawn from a seed; no weights to train."""
+def pool(width: int, num_outputs: int) -> FixedLinear:
+    """Average pooling of the features to the label's dimension."""
+    return FixedLinear(F.adaptive_avg_pool1d(torch.eye(width, device="cpu"), num_outputs).T)
 
-    projection: Tensor
 
-    def __init__(self, width: int, num_outputs: int, *, seed: int) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(seed)
-        # Drawn on the CPU in float32 whatever the default device and dtype, so that a seed means one matrix.
-        drawn = torch.randn(num_outputs, width, generator=generator, device="cpu", dtype=torch.float32) / width**0.5
-        self.register_buffer("projection", drawn.to(torch.get_default_device(), torch.get_default_dtype()))
-
-    def forward(self, state: Tensor) -> Tensor:
-        """Return (..., num_outputs)."""
-        return F.linear(features(state), self.projection)
+def project(width: int, num_outputs: int, *, seed: int) -> FixedLinear:
+    """A random projection of the features to the label's dimension, drawn from a seed."""
+    generator = torch.Generator().manual_seed(seed)
+    # Drawn in float32 whatever the default dtype, so that a seed means one matrix.
+    drawn = torch.randn(num_outputs, width, generator=generator, device="cpu", dtype=torch.float32)
+    return FixedLinear(drawn / width**0.5)
 
 
 class Shared(nn.Module):

@@ -1,7 +1,7 @@
 """Which block aims at which readout: the only home of that index arithmetic.
 
-Block t maps x(t) to x(t+1), so its output is boundary t+1; boundaries run from 1 to T, the number of blocks. A window map
-is data: sliding (the paper), anchored, cumulative, tumbling, forward-forward, LoCo and back-propagation are all one type.
+Block t maps x(t) to x(t+1), so its output is boundary t+1; boundaries run from 1 to T, the number of blocks. A window
+map is data: sliding (the paper), anchored, cumulative, tumbling, forward-forward, LoCo, back-propagation.
 """
 
 import math
@@ -124,7 +124,7 @@ def sliding(num_blocks: int, horizon: int, anchors: Iterable[int] | None = None)
 
     Without anchors every boundary carries a readout: the paper's window, g_h(u(t)) = dL(x(min(t+h, T)))/du(t).
     """
-    _check_size("horizon", horizon, num_blocks)
+    check_horizon(horizon, num_blocks)
     boundaries = range(1, num_blocks + 1) if anchors is None else _check_anchors(anchors, num_blocks)
     reach = (min(block + horizon, num_blocks) for block in range(num_blocks))
     return Windows(tuple(((next(s for s in boundaries if s >= ahead), 1.0),) for ahead in reach))
@@ -148,7 +148,7 @@ def tumbling(num_blocks: int, size: int) -> Windows:
 
 def cumulative(num_blocks: int, horizon: int) -> Windows:
     """Block t aims at all of t+1..min(t+horizon, T), with equal weights that sum to 1."""
-    _check_size("horizon", horizon, num_blocks)
+    check_horizon(horizon, num_blocks)
     ahead = (range(block + 1, min(block + horizon, num_blocks) + 1) for block in range(num_blocks))
     return Windows(tuple(tuple((boundary, 1.0 / len(reach)) for boundary in reach) for reach in ahead))
 
@@ -161,6 +161,11 @@ def loco(num_blocks: int) -> Windows:
     check_whole("number of blocks for LoCo:", num_blocks, minimum=2)
     interior = tuple(((block + 1, 1.0), (block + 2, 1.0)) for block in range(1, num_blocks - 1))
     return Windows((((2, 1.0),), *interior, ((num_blocks, 1.0),)))
+
+
+def check_horizon(horizon: object, num_blocks: int) -> None:
+    """Raise unless the horizon is a whole number of blocks that the model has."""
+    _check_size("horizon", horizon, num_blocks)
 
 
 def _check_size(name: str, size: object, num_blocks: int) -> None:
@@ -180,6 +185,6 @@ def _check_anchors(anchors: Iterable[int], num_blocks: int) -> list[int]:
         check_whole("anchor", boundary, minimum=1, maximum=num_blocks)
     if num_blocks not in boundaries:
         raise ValueError(
-            f"anchors {sorted(boundaries)} leave out the last boundary {num_blocks}, at which the last blocks aim; add it"
+            f"anchors {sorted(boundaries)} leave out the last boundary, {num_blocks}, which the last block needs; add it"
         )
     return sorted(set(boundaries))

@@ -16,7 +16,7 @@ from mpc_dist.validation import check_whole
 
 Indices = NDArray[np.int64]
 Batch = tuple[Tensor, Tensor]
-"""Inputs and labels, batch first."""
+"""Inputs and labels, batch first; real values as float32, classes and tokens as int64."""
 
 
 @dataclass(frozen=True)

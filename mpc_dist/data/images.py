@@ -1,6 +1,6 @@
 """Image classification: the 8 x 8 digits of scikit-learn, and CIFAR-10/100 from their standard python-version folders.
 
-CIFAR files are pickles and untrusted: they are read by an unpickler that admits arrays and plain containers, nothing else.
+CIFAR files are pickles and untrusted: they are read by an unpickler that admits arrays and plain containers only.
 """
 
 import pickle
@@ -41,7 +41,7 @@ class DigitsData:
         except ImportError as error:
             raise ValueError("data 'digits' needs scikit-learn; pip install 'mpc_dist[digits]'") from error
         images, labels = load_digits(return_X_y=True)
-        inputs = torch.from_numpy(images.reshape(-1, 1, 8, 8) / 16.0).to(torch.get_default_dtype())
+        inputs = torch.from_numpy(images.reshape(-1, 1, 8, 8) / 16.0).float()
         classes, cut = torch.from_numpy(labels).long(), len(inputs) - self.num_test
         train, test = Split.of_tensors(inputs[:cut], classes[:cut]), Split.of_tensors(inputs[cut:], classes[cut:])
         return Dataset(Task("classification", (1, 8, 8), 10), train, test)
@@ -56,23 +56,25 @@ class _Cifar:
 
     num_classes: ClassVar[int]
     label_key: ClassVar[bytes]
+    train_files: ClassVar[tuple[str, ...]]
     test_file: ClassVar[str]
-
-    def train_files(self, folder: Path) -> list[Path]:
-        """The files that make up the training set, in order."""
-        raise NotImplementedError
 
     def load(self) -> Dataset:
         """Read the folder, checking every file."""
         folder = Path(self.folder)
         if not folder.is_dir():
             raise ValueError(f"data.folder {folder} does not exist; unpack the python version of CIFAR there")
-        parts = [read_cifar_file(path, self.label_key, self.num_classes) for path in self.train_files(folder)]
-        images, labels = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-        test_images, test_labels = read_cifar_file(folder / self.test_file, self.label_key, self.num_classes)
-        train = _image_split(images, labels, augment=self.augment)
-        test = _image_split(test_images, test_labels, augment=False)
+        # A subset may end early, but a file missing before one that is there is an error.
+        present = [index for index, name in enumerate(self.train_files) if (folder / name).exists()]
+        train_files = self.train_files[: max(present, default=0) + 1]
+        train = self._read(folder, train_files, augment=self.augment)
+        test = self._read(folder, (self.test_file,), augment=False)
         return Dataset(Task("classification", (3, 32, 32), self.num_classes), train, test)
+
+    def _read(self, folder: Path, names: tuple[str, ...], *, augment: bool) -> Split:
+        parts = [read_cifar_file(folder / name, self.label_key, self.num_classes) for name in names]
+        images, labels = zip(*parts, strict=True)
+        return _image_split(np.concatenate(images), np.concatenate(labels), augment=augment)
 
 
 @dataclass(frozen=True)
@@ -86,12 +88,8 @@ class Cifar10Data(_Cifar):
 
     num_classes: ClassVar[int] = 10
     label_key: ClassVar[bytes] = b"labels"
+    train_files: ClassVar[tuple[str, ...]] = tuple(f"data_batch_{number}" for number in range(1, 6))
     test_file: ClassVar[str] = "test_batch"
-
-    def train_files(self, folder: Path) -> list[Path]:
-        """data_batch_1 and its successors; a gap in the numbers is an error."""
-        numbers = [int(path.name.removeprefix("data_batch_")) for path in folder.glob("data_batch_[1-9]")]
-        return [folder / f"data_batch_{number}" for number in range(1, max(numbers, default=1) + 1)]
 
 
 @dataclass(frozen=True)
@@ -105,11 +103,8 @@ class Cifar100Data(_Cifar):
 
     num_classes: ClassVar[int] = 100
     label_key: ClassVar[bytes] = b"fine_labels"
+    train_files: ClassVar[tuple[str, ...]] = ("train",)
     test_file: ClassVar[str] = "test"
-
-    def train_files(self, folder: Path) -> list[Path]:
-        """One file."""
-        return [folder / "train"]
 
 
 class RestrictedUnpickler(pickle.Unpickler):
@@ -155,20 +150,17 @@ def read_cifar_file(path: Path, label_key: bytes, num_classes: int) -> tuple[NDA
     if labels.shape != (len(images),) or not len(images):
         raise ValueError(f"CIFAR file {path} holds {len(images)} images but labels of shape {labels.shape}")
     if labels.min() < 0 or labels.max() >= num_classes:
-        raise ValueError(
-            f"CIFAR file {path} has labels {labels.min()}..{labels.max()}; expected 0..{num_classes - 1}"
-        )
+        raise ValueError(f"CIFAR file {path} has labels {labels.min()}..{labels.max()}; expected 0..{num_classes - 1}")
     return images.reshape(-1, 3, 32, 32), labels
 
 
 def _image_split(images: NDArray[np.uint8], labels: NDArray[np.int64], *, augment: bool) -> Split:
-    dtype = torch.get_default_dtype()
-    mean, std = (torch.tensor(values, dtype=dtype).view(1, 3, 1, 1) for values in (MEAN, STD))
+    mean, std = (torch.tensor(values, dtype=torch.float32).view(1, 3, 1, 1) for values in (MEAN, STD))
     classes = torch.from_numpy(labels)
 
     def gather(indices: Indices, rng: np.random.Generator) -> Batch:
         chosen = _shift_and_mirror(images[indices], rng) if augment else images[indices]
-        pixels: Tensor = torch.from_numpy(chosen).to(dtype) / 255
+        pixels: Tensor = torch.from_numpy(chosen).float() / 255
         return (pixels - mean) / std, classes[torch.from_numpy(indices)]
 
     return Split(len(images), gather)

@@ -13,8 +13,7 @@ from mpc_dist.validation import check_real, check_whole
 
 
 def _split(inputs: NDArray[np.float64], labels: NDArray[np.float64]) -> Split:
-    dtype = torch.get_default_dtype()
-    return Split.of_tensors(torch.from_numpy(inputs).to(dtype), torch.from_numpy(labels).to(dtype))
+    return Split.of_tensors(torch.from_numpy(inputs).float(), torch.from_numpy(labels).float())
 
 
 @dataclass(frozen=True)

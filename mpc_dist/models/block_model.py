@@ -5,13 +5,14 @@ Every block and head is initialised from its own seed, so a part's weights do no
 
 import zlib
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import nn
 
 from mpc_dist.models.chain import Chain
-from mpc_dist.readout import LOSSES, Identity, Pool, Project, ReadoutKind, Shared
+from mpc_dist.readout import LOSSES, Identity, ReadoutKind, Shared, pool, project
 from mpc_dist.task import Task
 
 
@@ -50,8 +51,8 @@ def build_chain(
     model.check_task(task)
     last = model.num_blocks
     wanted = sorted({*(range(1, last + 1) if boundaries is None else boundaries), last})
-    blocks = [_seeded(lambda t=t: model.build_block(t, task), seed, f"block {t}") for t in range(last)]
-    head = _seeded(lambda: model.build_head(last, task), seed, f"head {last}")
+    blocks = [_seeded(partial(model.build_block, t, task), seed, f"block {t}") for t in range(last)]
+    head = _seeded(partial(model.build_head, last, task), seed, f"head {last}")
     readouts = {s: build_readout(model, task, readout, s, head=head, seed=seed) for s in wanted}
     return Chain(blocks, LOSSES[task.kind], readouts)
 
@@ -75,9 +76,9 @@ def build_readout(
         )
     readouts: dict[ReadoutKind, Callable[[], nn.Module]] = {
         "identity": Identity,
-        "pool": lambda: Pool(task.num_outputs),
-        "project": lambda: Project(width, task.num_outputs, seed=_part_seed(seed, f"project {boundary}")),
-        "local": lambda: _seeded(lambda: model.build_head(boundary, task), seed, f"head {boundary}"),
+        "pool": lambda: pool(width, task.num_outputs),
+        "project": lambda: project(width, task.num_outputs, seed=_part_seed(seed, f"project {boundary}")),
+        "local": lambda: _seeded(partial(model.build_head, boundary, task), seed, f"head {boundary}"),
         "shared": lambda: Shared(head),
     }
     return readouts[kind]()

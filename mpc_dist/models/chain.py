@@ -12,8 +12,8 @@ from mpc_dist.windows import Windows
 class Chain(nn.Module):
     """Ordered blocks, readouts by boundary, and the loss: what every MPC gradient is taken of.
 
-    `readouts=None` reads the state itself at every boundary. No parameter may belong to two parts: each part has windows
-    of its own, and the gradient of a parameter that lived in two would be undefined.
+    `readouts=None` reads the state itself at every boundary. No parameter may belong to two parts: each part has
+    windows of its own, and the gradient of a parameter that lived in two would be undefined.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ class Stem(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Two 3 x 3 convolutions with batch norm, and a parameter-free shortcut (He's option A: stride and zero padding)."""
+    """Two 3 x 3 convolutions with batch norm, and a shortcut without weights: stride and zero padding (option A)."""
 
     def __init__(self, in_channels: int, out_channels: int, *, stride: int) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class ResNetCifar:
 
     def width_at(self, boundary: int, task: Task) -> int:  # noqa: ARG002
         """Channels of the group that ends or passes there."""
-        return self.channels * 2 ** ((boundary - 1) // self.blocks_per_group)
+        return self.channels << (boundary - 1) // self.blocks_per_group
 
     def build_block(self, index: int, task: Task) -> nn.Module:
         """Residual block `index`, with the stem before it for index 0."""

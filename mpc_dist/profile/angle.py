@@ -1,11 +1,11 @@
 """The angle between the MPC gradient and back-propagation's, for any windows, from one forward pass per batch.
 
-Over the blocks' parameters (readouts learn from their own loss whatever the horizon), with g_T back-propagation's gradient:
+Over the blocks' parameters (readouts learn from their own loss whatever the horizon), with g_T of back-propagation:
 
     cos(theta) = <g, g_T> / (|g| |g_T|)          averaged over batches, as in Algorithm 1 of the paper
 
-Every gradient of every window map is a weighted sum of the same (readout, block) gradients dL(x(s))/du(t). Each of those is
-computed once, and only their inner products are kept: from them follows the angle of any windows.
+Every gradient of every window map is a weighted sum of the same (readout, block) gradients dL(x(s))/du(t). Each of
+those is computed once, and only their inner products are kept: from them follows the angle of any windows.
 """
 
 from collections.abc import Callable, Iterable
@@ -76,9 +76,7 @@ def measure_angles(
     return AngleProfile(grams)
 
 
-def _profile_batch(
-    model: Chain, inputs: Tensor, labels: Tensor, advance: Callable[[], None]
-) -> tuple[Gram, ...]:
+def _profile_batch(model: Chain, inputs: Tensor, labels: Tensor, advance: Callable[[], None]) -> tuple[Gram, ...]:
     held: list[HeldBlock] = []
     first_adjoints: list[Tensor] = []  # dL(x(s))/dx(s), for s = 1..T
     state = inputs
@@ -92,10 +90,10 @@ def _profile_batch(
     adjoints: list[Tensor] = []  # dL(x(s))/dx(t+1), for s = t+1..T
     for t in reversed(range(model.num_blocks)):
         adjoints.insert(0, first_adjoints[t])
-        block = held.pop()
+        passed = held.pop()
         rows, below = [], []
         for adjoint in adjoints:
-            gradients, further = block.pull_back(adjoint, weights=True, to_input=t > 0)
+            gradients, further = passed.pull_back(adjoint, weights=True, to_input=t > 0)
             rows.append(_flatten(gradients.values()))
             if further is not None:
                 below.append(further)

@@ -1,7 +1,7 @@
 """The memory a horizon holds: M(h), the peak bytes kept for backward by the eager sweep.
 
-On the CPU it is counted exactly, tensor by tensor as autograd saves and frees them; on CUDA it is the allocator's peak above
-what was allocated before the sweep. Weights are not counted: they are there whatever the horizon.
+On the CPU it is counted exactly, tensor by tensor as autograd saves and frees them; on CUDA it is the allocator's peak
+above what was allocated before the sweep. Weights are not counted: they are there whatever the horizon.
 """
 
 import weakref
@@ -78,7 +78,7 @@ def _unpack(saved: _Saved) -> Tensor:
 
 
 def _storage_of(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def peak_bytes(model: Chain, inputs: Tensor, labels: Tensor, windows: Windows) -> int:

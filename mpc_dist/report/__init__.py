@@ -1,0 +1,1 @@
+"""Tables, figures and files that a person or a program reads."""

@@ -185,6 +185,6 @@ def _check_anchors(anchors: Iterable[int], num_blocks: int) -> list[int]:
         check_whole("anchor", boundary, minimum=1, maximum=num_blocks)
     if num_blocks not in boundaries:
         raise ValueError(
-            f"anchors {sorted(boundaries)} leave out the last boundary, {num_blocks}, which the last block needs; add it"
+            f"anchors {sorted(boundaries)} leave out the last boundary, {num_blocks}, where the last block aims; add it"
         )
     return sorted(set(boundaries))

@@ -114,13 +114,16 @@ class ResNetCifar:
         if self._trained is None:
             return module
         part = {key.removeprefix(prefix): value for key, value in self._trained.items() if key.startswith(prefix)}
-        try:
-            module.load_state_dict(part)
-        except RuntimeError as error:
-            raise ValueError(
-                f"checkpoint {self.checkpoint} does not fit {prefix.rstrip('.')}: {error}; "
-                "set model.channels and the data's number of classes to match"
-            ) from error
+        for key, own in module.state_dict().items():
+            if key.endswith("num_batches_tracked"):
+                continue  # files of older torch lack this counter
+            given = tuple(part[key].shape) if key in part else "missing"
+            if given != tuple(own.shape):
+                raise ValueError(
+                    f"checkpoint {self.checkpoint} does not fit: {prefix}{key} is {given} there, {tuple(own.shape)} in "
+                    "the model; set model.channels and the data's number of classes to match"
+                )
+        module.load_state_dict(part)
         return module
 
 

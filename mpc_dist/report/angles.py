@@ -38,7 +38,7 @@ class HorizonReport:
     def table(self) -> Table:
         """A row per horizon."""
         table = Table(title=self.title, caption=self._describe_fit())
-        for heading in ("h", "cos(theta_h)", "1 - cos^2", "held for backward", "of back-prop"):
+        for heading in ("h", "cos", "1 - cos^2", "bytes held", "of back-prop"):
             table.add_column(heading, justify="right")
         table.add_column("")
         names = {1: "forward-forward", self.num_blocks: "back-propagation"}

@@ -1,5 +1,6 @@
 """Small chains of every kind, and comparison of gradients parameter by parameter."""
 
+import itertools
 from collections.abc import Mapping
 
 import torch
@@ -44,9 +45,7 @@ def build_dense_chain(widths: list[int], *, num_outputs: int = 3, seed: int = 0)
     """Tanh blocks between states of these widths, with trained heads, and a batch for them."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        blocks = [
-            nn.Sequential(nn.Linear(a, b), nn.Tanh(), nn.Linear(b, b)) for a, b in zip(widths, widths[1:], strict=False)
-        ]
+        blocks = [nn.Sequential(nn.Linear(a, b), nn.Tanh(), nn.Linear(b, b)) for a, b in itertools.pairwise(widths)]
         readouts = {s: nn.Linear(width, num_outputs) for s, width in enumerate(widths[1:], start=1)}
         inputs, labels = torch.randn(4, widths[0]), torch.randn(4, num_outputs)
     return Chain(blocks, mean_squared_error, readouts), inputs, labels

@@ -10,7 +10,16 @@ from mpc_dist.gradient import eager_mpc_gradients, mpc_gradients
 from mpc_dist.models import GPT, Chain, ResMLP, build_chain
 from mpc_dist.readout import mean_squared_error
 from mpc_dist.windows import Windows, backprop, cumulative, forward_forward, loco, sliding, tumbling
-from tests.examples import MODELS, TOKENS, VECTORS, assert_same, backward_gradients, build_dense_chain, build_example, draw_batch
+from tests.examples import (
+    MODELS,
+    TOKENS,
+    VECTORS,
+    assert_same,
+    backward_gradients,
+    build_dense_chain,
+    build_example,
+    draw_batch,
+)
 from tests.test_windows import window_maps
 
 pytestmark = pytest.mark.usefixtures("float64")

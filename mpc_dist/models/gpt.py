@@ -90,9 +90,7 @@ class GPT:
         check_whole("model.num_heads", self.num_heads, minimum=1)
         check_real("model.dropout", self.dropout, minimum=0, maximum=1)
         if self.width % self.num_heads:
-            raise ValueError(
-                f"model.num_heads {self.num_heads} must divide model.width {self.width}; use a divisor"
-            )
+            raise ValueError(f"model.num_heads {self.num_heads} must divide model.width {self.width}; use a divisor")
 
     def check_task(self, task: Task) -> None:
         """Accept tokens."""

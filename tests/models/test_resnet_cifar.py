@@ -46,7 +46,7 @@ def test_the_trained_resnet56_classifies_the_cifar10_test_subset(real_data: Path
 
 def test_a_checkpoint_of_another_depth_or_width_is_refused_with_the_remedy(real_data: Path):
     path = str(real_data / "checkpoints" / "resnet56-4bfd9763.th")
-    with pytest.raises(ValueError, match="has 9 residual blocks per group, the model 10; set .* to 9"):
+    with pytest.raises(ValueError, match=r"has 9 residual blocks per group, the model 10; set .* to 9"):
         build_chain(ResNetCifar(blocks_per_group=10, checkpoint=path), CIFAR10)
     with pytest.raises(ValueError, match=r"blocks\.0\.0\.conv1\.weight is \(16, 3, 3, 3\) there, \(8, 3, 3, 3\) in"):
         build_chain(ResNetCifar(blocks_per_group=9, channels=8, checkpoint=path), CIFAR10)
@@ -55,7 +55,7 @@ def test_a_checkpoint_of_another_depth_or_width_is_refused_with_the_remedy(real_
 
 
 def test_files_that_are_no_checkpoint_are_refused(tmp_path: Path):
-    with pytest.raises(ValueError, match="does not exist; give the path of a .th file"):
+    with pytest.raises(ValueError, match=r"does not exist; give the path of a \.th file"):
         build_chain(ResNetCifar(checkpoint=str(tmp_path / "none.th")), CIFAR10)
     (tmp_path / "text.th").write_text("hello")
     with pytest.raises(ValueError, match="cannot be read"):

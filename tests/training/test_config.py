@@ -1,0 +1,119 @@
+"""Configuration: files, overrides, and one clear line for whatever is wrong with them."""
+
+from pathlib import Path
+
+import pytest
+
+from mpc_dist.data import LinearData, TextData, TrigonometricData
+from mpc_dist.models import GPT, ResMLP
+from mpc_dist.training.config import Config, ConfigParser
+from tests.conftest import ROOT
+
+
+def parse(*argv: str) -> Config:
+    config, _ = ConfigParser(argv, prog="test", description="").parse()
+    return config
+
+
+def write(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_defaults_need_no_file():
+    assert parse() == Config()
+    assert (parse().model, parse().data) == (GPT(), TextData())
+
+
+def test_a_file_chooses_families_and_the_command_line_overrides_fields(tmp_path):
+    path = write(tmp_path, "model: {name: res_mlp, width: 7}\ndata: {name: linear}\nbatch_size: 5\n")
+    config = parse("--config", path, "--model.num_blocks", "4", "--batch_size=6", "--angles.horizons", "[1,3]")
+    assert config.model == ResMLP(num_blocks=4, width=7)
+    assert config.data == LinearData()
+    assert config.batch_size == 6
+    assert config.angles.horizons == (1, 3)
+
+
+def test_later_files_override_earlier_ones(tmp_path):
+    first = write(tmp_path, "model: {name: gpt, width: 16}\nseed: 1\n")
+    second = tmp_path / "second.yaml"
+    second.write_text("model: {width: 32}\n")
+    config = parse("--config", first, "--config", str(second))
+    assert config.model == GPT(width=32)
+    assert config.seed == 1
+
+
+def test_a_family_named_on_the_command_line_replaces_the_files_section(tmp_path):
+    path = write(tmp_path, "model: {name: res_mlp, width: 7}\ndata: {name: linear, dimension: 3}\n")
+    assert parse("--config", path, "--data.name", "trigonometric").data == TrigonometricData()
+    assert parse("--config", path, "--data.name=linear").data == LinearData(dimension=3)
+
+
+def test_a_config_survives_as_plain_values(tmp_path):
+    import yaml
+
+    config = parse("--model.name", "res_mlp", "--data.name", "linear", "--angles.horizons", "[2]")
+    path = write(tmp_path, yaml.safe_dump({**config.as_dict(), "angles": {"horizons": [2]}}))
+    assert parse("--config", path) == config
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda path: path.name)
+def test_every_shipped_config_is_valid(path):
+    config = parse("--config", str(path))
+    assert config.model.num_blocks > 0
+    assert str(path.relative_to(ROOT)) in path.read_text(), "a config shows the command that runs it"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: {name: gtp}", "unknown model 'gtp'; did you mean 'gpt'?"),
+        ("model: {name: 3}", "unknown model 3; .*known: gpt, res_linear"),
+        ("data: {name: txt}", "unknown data 'txt'; did you mean 'text'?"),
+        ("model: {name: gpt, widht: 3}", r"config.yaml: unknown key 'model\.widht'; did you mean 'width'?"),
+        ("batchsize: 3", "config.yaml: unknown key 'batchsize'; did you mean 'batch_size'?"),
+        ("readout: {kind: locl}", r'config.yaml: .*"readout\.kind".*locl'),
+        ("model: gpt", "config.yaml: model must be a mapping of fields, got 'gpt'"),
+        ("model: {width: wide}", r'"model\.width".*Expected a int.*wide'),
+        ("model: {width: 2.5}", r'"model\.width".*Expected a int.*2\.5'),
+        ("model: {width: 0}", r"model\.width 0 is out of range; use 1 or more"),
+        ("batch_size: -4", "batch_size -4 is out of range; use 1 or more"),
+        ("seed: -1", "seed -1 is out of range"),
+        ("angles: {num_batches: 0}", r"angles\.num_batches 0 is out of range"),
+        ("angles: {horizons: [0]}", r"horizon 0 sees no block ahead; use 1\.\.8"),
+        ("angles: {horizons: [9]}", r"horizon 9 exceeds the 8 blocks of this model; use 1\.\.8"),
+        ("angles: {horizons: [two]}", r'"angles\.horizons".*two'),
+        ("dtype: float16", r'"dtype".*float16'),
+        ("- a\n- b", "holds a list; it must be a mapping"),
+        ("model: {name: gpt", "config.yaml cannot be read"),
+        ("model: !!python/object/apply:os.system ['true']", "config.yaml cannot be read"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said_in_one_line(tmp_path, text, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        parse("--config", write(tmp_path, text))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--config", "nowhere.yaml"], "config file nowhere.yaml does not exist; the shipped ones are in configs/"),
+        (["--model.name", "gtp"], "unknown model 'gtp'; did you mean 'gpt'?"),
+        (["--model.widht", "3"], "unknown option '--model.widht'; did you mean '--model.width'?"),
+        (["--model.width=x"], r'"model\.width".*Expected a int.*x'),
+        (["--batch_size"], "batch_size"),
+    ],
+)
+def test_what_is_wrong_on_the_command_line_is_said_in_one_line(argv, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        parse(*argv)
+    assert "\n" not in str(caught.value)
+
+
+def test_cuda_is_refused_where_there_is_none(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ValueError, match="device 'cuda' is not available on this machine; use 'cpu' or 'auto'"):
+        parse("--device", "cuda")
+    assert parse("--device", "auto").torch_device.type == "cpu"

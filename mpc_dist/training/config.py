@@ -124,7 +124,7 @@ class ConfigParser:
             kept = _keep_chosen(content, self._sections)
             _check_keys(kept, self._sections, path)
             try:
-                values = self.parser.parse_object(kept, cfg_base=values)
+                values = self.parser.parse_object(kept, namespace=values)
             except ArgumentError as error:
                 raise ValueError(f"{path}: {_explain(error, self.parser)}") from error
         try:

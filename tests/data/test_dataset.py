@@ -1,0 +1,104 @@
+"""Batches: deterministic, the same for whoever asks, and resumable mid-epoch."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from mpc_dist.data import Batches, Split
+from mpc_dist.data.dataset import Batch, Indices
+
+
+def numbered(count: int = 10) -> Split:
+    return Split.of_tensors(torch.arange(count), torch.arange(count) * 10)
+
+
+def noisy(count: int = 10) -> Split:
+    """A split whose samples are augmented at random."""
+
+    def gather(indices: Indices, rng: np.random.Generator) -> Batch:
+        return torch.from_numpy(indices + rng.random(len(indices))), torch.from_numpy(indices)
+
+    return Split(count, gather)
+
+
+def take(batches: Batches, count: int) -> list[list[float]]:
+    return [inputs.tolist() for inputs, _ in itertools.islice(batches, count)]
+
+
+def test_an_epoch_reads_every_sample_once_in_an_order_of_its_own():
+    batches = Batches(numbered(), batch_size=2, seed=0)
+    first, second = (sorted(itertools.chain(*epoch)) for epoch in (take(batches, 5), take(batches, 5)))
+    assert first == second == list(range(10))
+    batches = Batches(numbered(), batch_size=2, seed=0)
+    assert take(batches, 5) != take(batches, 5)
+
+
+def test_inputs_and_labels_stay_together():
+    for inputs, labels in itertools.islice(Batches(numbered(), batch_size=3, seed=0), 7):
+        assert torch.equal(labels, inputs * 10)
+
+
+def test_the_same_seed_gives_the_same_batches_and_another_seed_others():
+    first, again, other = (take(Batches(noisy(), batch_size=3, seed=seed), 9) for seed in (1, 1, 2))
+    assert first == again
+    assert first != other
+
+
+def test_batches_do_not_depend_on_the_global_random_state():
+    torch.manual_seed(0)
+    first = take(Batches(noisy(), batch_size=3, seed=1), 3)
+    torch.manual_seed(1)
+    np.random.seed(5)
+    assert take(Batches(noisy(), batch_size=3, seed=1), 3) == first
+
+
+def test_a_short_last_batch_is_left_out():
+    batches = Batches(numbered(), batch_size=4, seed=0)
+    assert batches.batches_per_epoch == 2
+    assert [len(batch) for batch in take(batches, 5)] == [4] * 5
+
+
+def test_without_shuffling_the_order_is_that_of_the_data():
+    assert take(Batches(numbered(), batch_size=5, seed=0, shuffle=False), 3) == [
+        [0, 1, 2, 3, 4],
+        [5, 6, 7, 8, 9],
+        [0, 1, 2, 3, 4],
+    ]
+
+
+@pytest.mark.parametrize("steps", range(8))
+def test_a_restored_state_continues_exactly(steps):
+    undisturbed = take(Batches(noisy(), batch_size=3, seed=4), 14)
+    batches = Batches(noisy(), batch_size=3, seed=4)
+    head = take(batches, steps)
+    state = batches.state_dict()
+    take(batches, 2)  # what happens after saving does not matter
+    resumed = Batches(noisy(), batch_size=3, seed=4)
+    resumed.load_state_dict(state)
+    assert resumed.epoch == steps // 3
+    assert head + take(resumed, 14 - steps) == undisturbed
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": 5}, "saved data state has seed 5 but this run 4; resume with the settings"),
+        ({"batch_size": 2}, "saved data state has batch_size 2 but this run 3"),
+        ({"num_samples": 11}, "saved data state has num_samples 11 but this run 10"),
+        ({"batch": 3}, r"batch of the saved data state: 3 is out of range; use 0\.\.2"),
+        ({"epoch": -1}, "epoch of the saved data state: -1 is out of range"),
+        ({"epoch": None}, "must be a whole number, got None"),
+    ],
+)
+def test_a_state_of_another_sequence_is_refused(change, message):
+    batches = Batches(numbered(), batch_size=3, seed=4)
+    with pytest.raises(ValueError, match=message):
+        batches.load_state_dict({**batches.state_dict(), **change})
+
+
+@pytest.mark.parametrize("batch_size", [0, 11])
+def test_a_batch_size_that_cannot_be_filled_is_refused(batch_size):
+    with pytest.raises(ValueError, match=rf"batch size {batch_size} is out of range; use 1\.\.10"):
+        Batches(numbered(), batch_size=batch_size, seed=0)

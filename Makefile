@@ -6,6 +6,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # One thread per process: the tensors are small, and processes side by side must not fight for the cores.
 export OMP_NUM_THREADS ?= 1
 
@@ -16,7 +17,8 @@ export OMP_NUM_THREADS ?= 1
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("mpc_dist needs Python 3.10 or newer; set PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(PIP) setuptools
+	$(PIP) --no-build-isolation -e '.[dev]'
 	touch $(READY)
 
 demo: $(READY)

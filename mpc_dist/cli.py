@@ -1,6 +1,7 @@
 """The `mpc-dist` command: finds the sub-command, and turns what a user got wrong into one line and exit code 2."""
 
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
@@ -45,16 +46,17 @@ def _measure(config: Config, folder: Path, console: Console) -> HorizonReport:
     batches = Batches(data.train, batch_size=config.batch_size, seed=config.seed)
     chain = build_chain(config.model, data.task, readout=config.readout.kind, seed=config.seed)
     chain = chain.to(device=config.torch_device, dtype=config.torch_dtype)
-    folder.mkdir(parents=True, exist_ok=True)
+    _check_writable(folder)
 
     measured = [_place(batch, config) for batch in islice(batches, config.angles.num_batches)]
-    chosen = config.angles.horizons or range(1, chain.num_blocks + 1)
-    horizons = sorted({*chosen, chain.num_blocks})
+    chosen = config.angles.horizons
+    horizons = sorted({*(range(1, chain.num_blocks) if chosen is None else chosen), chain.num_blocks})
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
         angle_bar = progress.add_task("angles (blocks)", total=len(measured) * chain.num_blocks)
         memory_bar = progress.add_task("memory (horizons)", total=len(horizons))
-        profile = measure_angles(chain, measured, advance=lambda: progress.advance(angle_bar))
+        windows = [sliding(chain.num_blocks, horizon) for horizon in horizons]
+        profile = measure_angles(chain, measured, windows=windows, advance=lambda: progress.advance(angle_bar))
         held = measure_memory(chain, *measured[0], horizons=horizons, advance=lambda: progress.advance(memory_bar))
     size = sum(parameter.numel() for parameter in chain.blocks.parameters())
     values = config.as_dict()
@@ -62,11 +64,18 @@ def _measure(config: Config, folder: Path, console: Console) -> HorizonReport:
         title=f"{values['model']['name']} ({chain.num_blocks} blocks, {size:,} parameters) on "
         f"{values['data']['name']}, {config.readout.kind} readouts, batch {config.batch_size}",
         horizons=np.array(horizons),
-        cosines=np.array([profile.cosine(sliding(chain.num_blocks, horizon)) for horizon in horizons]),
+        cosines=np.array([profile.cosine(one) for one in windows]),
         peak_bytes=np.array(list(held.values())),
         memory_fit=fit_line(held),
         config=values,
     )
+
+
+def _check_writable(folder: Path) -> None:
+    """Make the folder and write into it now: better than after the work."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
 
 
 def _place(batch: Batch, config: Config) -> Batch:
@@ -91,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         look_up("command", words[0], COMMANDS)(words[1:])
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, MemoryError) as error:
         Console(stderr=True).print(f"mpc-dist: error: {error}", highlight=False, markup=False, soft_wrap=True)
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:

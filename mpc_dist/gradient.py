@@ -30,7 +30,7 @@ def mpc_gradients(model: Chain, inputs: Tensor, labels: Tensor, windows: Windows
     model.check_windows(windows)
     state, losses = inputs, {}
     for boundary, block in enumerate(model.blocks, start=1):
-        state = block(state)
+        state = run_block(block, state)
         if boundary in windows.readouts:
             losses[boundary] = model.loss_at(boundary, state, labels)
 
@@ -50,8 +50,15 @@ def eager_mpc_gradients(model: Chain, inputs: Tensor, labels: Tensor, windows: W
     At each readout its adjoint runs back to the lowest block that aims there; then the blocks that no later readout
     crosses are freed. For sliding windows at most h blocks are held, so memory is affine in h: M(h) = a*h + b.
     """
-    model.check_windows(windows)
     gradients: Gradients = {}
+    for name, part in sweep(model, inputs, labels, windows):
+        gradients[name] = gradients[name] + part if name in gradients else part
+    return {name: gradients[name] for name, _ in model.named_parameters() if name in gradients}
+
+
+def sweep(model: Chain, inputs: Tensor, labels: Tensor, windows: Windows) -> Iterator[tuple[str, Tensor]]:
+    """The eager sweep as it goes: parts of parameters' gradients, to be summed by name."""
+    model.check_windows(windows)
     held: dict[int, HeldBlock] = {}
     state = inputs
     for t, block in enumerate(model.blocks):
@@ -60,29 +67,26 @@ def eager_mpc_gradients(model: Chain, inputs: Tensor, labels: Tensor, windows: W
         if boundary not in windows.readouts:
             continue
 
-        readout = model.readouts[str(boundary)]
+        own = list(_trainable(model.readouts[str(boundary)]))
         leaf = state.requires_grad_()
         loss = model.loss_at(boundary, leaf, labels)
-        own = list(_trainable(readout))
-        adjoint, *values = _grad(loss, [leaf, *(p for _, p in own)])
-        gradients |= {f"readouts.{boundary}.{name}": value for (name, _), value in zip(own, values, strict=True)}
-        del loss, leaf
+        adjoint, *values = _grad(loss, [leaf, *(parameter for _, parameter in own)])
+        yield from ((f"readouts.{boundary}.{name}", value) for (name, _), value in zip(own, values, strict=True))
+        del loss, leaf, values
 
         for crossed in reversed(windows.blocks_crossed_by(boundary)):
             goes_on = crossed > windows.stop_of(boundary)
             weight_gradients, below = held[crossed].pull_back(
                 adjoint, weights=windows.is_target(crossed, boundary), to_input=goes_on
             )
-            for name, gradient in weight_gradients.items():
-                key, weighted = f"blocks.{crossed}.{name}", windows.weight(crossed, boundary) * gradient
-                gradients[key] = gradients[key] + weighted if key in gradients else weighted
+            weight = windows.weight(crossed, boundary)
+            yield from ((f"blocks.{crossed}.{name}", weight * part) for name, part in weight_gradients.items())
             if goes_on:
                 assert below is not None
                 adjoint = below
             if windows.last_readout_crossing(crossed) == boundary:
                 del held[crossed]
     assert not held
-    return {name: gradients[name] for name, _ in model.named_parameters() if name in gradients}
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,7 @@ class HeldBlock:
     def run(cls, block: nn.Module, state: Tensor) -> "HeldBlock":
         """Run the block on the state; adjoints can pass to it if it is real-valued (raw inputs may be tokens)."""
         leaf = state.detach().requires_grad_(state.is_floating_point())
-        return cls(block, leaf, block(leaf))
+        return cls(block, leaf, run_block(block, leaf))
 
     def pull_back(self, adjoint: Tensor, *, weights: bool, to_input: bool) -> tuple[Gradients, Tensor | None]:
         """The weight gradients and the adjoint at the input, each only if asked for; the graph is kept."""
@@ -108,6 +112,23 @@ class HeldBlock:
         values = _grad(self.output, sources, adjoint)
         below = values.pop() if to_input else None
         return {name: value for (name, _), value in zip(named, values, strict=True)}, below
+
+
+def run_block(block: nn.Module, state: Tensor) -> Tensor:
+    """The block's output; raises if it modifies its input, which a readout or another block may still need."""
+    version = state._version
+    try:
+        output: Tensor = block(state)
+    except RuntimeError as error:
+        # Autograd's own words when the input is a leaf.
+        if "in-place operation" not in str(error):
+            raise
+        version = -1
+    if version != state._version:
+        raise ValueError(
+            f"a block ({type(block).__name__}) modifies its input in place; make its first operation out of place"
+        )
+    return output
 
 
 def _differentiate(loss: Tensor, prefix: str, module: nn.Module) -> Gradients:
@@ -122,6 +143,8 @@ def _trainable(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def _grad(output: Tensor, sources: Sequence[Tensor], adjoint: Tensor | None = None) -> list[Tensor]:
     """d(output . adjoint) / d(sources), zeros for a source that the output does not depend on; the graph is kept."""
+    if not output.requires_grad:
+        return [torch.zeros_like(source) for source in sources]
     return list(
         torch.autograd.grad(output, sources, adjoint, retain_graph=True, allow_unused=True, materialize_grads=True)
     )

@@ -3,7 +3,7 @@
 import difflib
 import math
 from collections.abc import Iterable, Mapping
-from typing import TypeVar
+from typing import SupportsIndex, TypeGuard, TypeVar
 
 T = TypeVar("T")
 
@@ -11,10 +11,15 @@ T = TypeVar("T")
 def check_whole(name: str, value: object, *, minimum: int, maximum: int | None = None) -> None:
     """Raise unless `value` is a whole number within the limits (both inclusive)."""
     limits = f"{minimum}..{maximum}" if maximum is not None else f"{minimum} or more"
-    if isinstance(value, bool) or not isinstance(value, int):
+    if not is_whole(value):
         raise ValueError(f"{name} must be a whole number, got {value!r}; use {limits}")
     if value < minimum or (maximum is not None and value > maximum):
         raise ValueError(f"{name} {value} is out of range; use {limits}")
+
+
+def is_whole(value: object) -> TypeGuard[int]:
+    """Whether it is an integer of any kind (also numpy's); a boolean is not."""
+    return isinstance(value, SupportsIndex) and not isinstance(value, bool)
 
 
 def check_real(name: str, value: object, *, minimum: float, maximum: float | None = None) -> None:

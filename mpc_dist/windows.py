@@ -4,12 +4,13 @@ Block t maps x(t) to x(t+1), so its output is boundary t+1; boundaries run from 
 map is data: sliding (the paper), anchored, cumulative, tumbling, forward-forward, LoCo, back-propagation.
 """
 
+import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from mpc_dist.validation import check_whole
+from mpc_dist.validation import check_whole, is_whole
 
 Target = tuple[int, float]
 """A boundary that carries a readout, and the weight of its loss."""
@@ -36,7 +37,7 @@ class Windows:
                 raise ValueError(f"block {block} aims at {boundaries}; list each boundary once, ascending")
             for boundary, weight in aims:
                 check_whole(f"target boundary of block {block}:", boundary, minimum=block + 1, maximum=self.num_blocks)
-                if not (math.isfinite(weight) and weight > 0):
+                if not (isinstance(weight, (int, float)) and math.isfinite(weight) and weight > 0):
                     raise ValueError(
                         f"block {block} weighs the loss at boundary {boundary} by {weight}; use a positive number"
                     )
@@ -59,6 +60,14 @@ class Windows:
                 aiming[boundary].append(block)
         return {boundary: tuple(blocks) for boundary, blocks in aiming.items()}
 
+    @cached_property
+    def _crossing(self) -> tuple[tuple[int, ...], ...]:
+        crossing: list[list[int]] = [[] for _ in self.targets]
+        for readout in self.readouts:
+            for block in self.blocks_crossed_by(readout):
+                crossing[block].append(readout)
+        return tuple(map(tuple, crossing))
+
     def blocks_aiming_at(self, readout: int) -> tuple[int, ...]:
         """The blocks whose weights learn from this readout, ascending."""
         return self._aiming[readout]
@@ -73,7 +82,7 @@ class Windows:
 
     def readouts_crossing(self, block: int) -> tuple[int, ...]:
         """The readouts whose adjoints pass this block, as relay or as target, ascending."""
-        return tuple(readout for readout in self.readouts if block in self.blocks_crossed_by(readout))
+        return self._crossing[block]
 
     def weight(self, block: int, readout: int) -> float:
         """The weight of that readout's loss in the block's gradient; 0 if the block does not aim at it."""
@@ -163,6 +172,26 @@ def loco(num_blocks: int) -> Windows:
     return Windows((((2, 1.0),), *interior, ((num_blocks, 1.0),)))
 
 
+def expand(windows: Windows, sizes: Sequence[int]) -> Windows:
+    """Windows over groups (stages) as windows over their blocks: a block aims where its group does.
+
+    `expand(sliding(K, h), sizes)` is a horizon of h stages: its anchors are the stage boundaries.
+    """
+    ends = list(itertools.accumulate(sizes))
+    grown = [tuple((ends[boundary - 1], weight) for boundary, weight in aims) for aims in windows.targets]
+    return Windows(tuple(aims for aims, size in zip(grown, sizes, strict=True) for _ in range(size)))
+
+
+def group(windows: Windows, sizes: Sequence[int]) -> Windows:
+    """Windows over blocks as windows over groups of them; every readout must lie at the end of a group."""
+    ends = list(itertools.accumulate(sizes))
+    starts = [end - size for end, size in zip(ends, sizes, strict=True)]
+    boundary_of = {end: index for index, end in enumerate(ends, start=1)}
+    return Windows(
+        tuple(tuple((boundary_of[boundary], weight) for boundary, weight in windows.targets[start]) for start in starts)
+    )
+
+
 def check_horizon(horizon: object, num_blocks: int) -> None:
     """Raise unless the horizon is a whole number of blocks that the model has."""
     _check_size("horizon", horizon, num_blocks)
@@ -171,7 +200,7 @@ def check_horizon(horizon: object, num_blocks: int) -> None:
 def _check_size(name: str, size: object, num_blocks: int) -> None:
     check_whole("number of blocks:", num_blocks, minimum=1)
     limits = f"1..{num_blocks}"
-    if isinstance(size, bool) or not isinstance(size, int):
+    if not is_whole(size):
         raise ValueError(f"{name} must be a whole number of blocks, got {size!r}; use {limits}")
     if size > num_blocks:
         raise ValueError(f"{name} {size} exceeds the {num_blocks} blocks of this model; use {limits}")
@@ -180,7 +209,7 @@ def _check_size(name: str, size: object, num_blocks: int) -> None:
 
 
 def _check_anchors(anchors: Iterable[int], num_blocks: int) -> list[int]:
-    boundaries = list(anchors)
+    boundaries = list(anchors) if isinstance(anchors, Iterable) else [anchors]
     for boundary in boundaries:
         check_whole("anchor", boundary, minimum=1, maximum=num_blocks)
     if num_blocks not in boundaries:

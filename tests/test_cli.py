@@ -49,7 +49,8 @@ def test_the_same_command_gives_the_same_numbers(tmp_path):
 
 def test_angles_runs_on_cifar(cifar: Path, tmp_path):
     argv = ["--config", str(ROOT / "configs" / "resnet62_cifar10.yaml"), "--batch_size", "2"]
-    argv += ["--data.folder", str(cifar / "cifar-10-batches-py"), "--model.blocks_per_group", "1"]
+    argv += ["--data.folder", str(cifar / "cifar-10-batches-py"), "--data.num_train_files", "1"]
+    argv += ["--model.blocks_per_group", "1"]
     assert main(["angles", *argv, "--angles.num_batches", "1", "--out", str(tmp_path)]) == 0
 
 
@@ -74,12 +75,25 @@ def test_bad_input_is_one_line_on_stderr_and_leaves_nothing_behind(argv, message
     assert not list(tmp_path.iterdir())
 
 
-def test_an_unwritable_folder_is_said_before_the_measurement(tmp_path, capsys):
+@pytest.mark.parametrize("out", ["{tmp}/file/below", "/proc/self"])
+def test_an_unwritable_folder_is_said_before_the_measurement(out, tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    assert main(["angles", *SMALL_GPT, "--out", str(tmp_path / "file" / "below")]) == EXIT_BAD_INPUT
+    assert main(["angles", *SMALL_GPT, "--out", out.format(tmp=tmp_path)]) == EXIT_BAD_INPUT
     captured = capsys.readouterr()
-    assert "Not a directory" in captured.err
+    assert "mpc-dist: error: " in captured.err
     assert "angles (blocks)" not in captured.out
+
+
+def test_back_propagation_is_always_among_the_reported_horizons(tmp_path):
+    assert main(["angles", *SMALL_GPT, "--angles.horizons", "[1]", "--out", str(tmp_path)]) == 0
+    assert json.loads((tmp_path / "angles.json").read_text())["horizons"] == [1, 3]
+
+
+def test_a_model_without_a_gradient_is_an_error_not_a_perfect_angle(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("a" * 5000)
+    argv = ["angles", *SMALL_GPT, "--data.path", str(tmp_path / "a.txt"), "--data.unit", "characters"]
+    assert main([*argv, "--out", str(tmp_path / "out")]) == EXIT_BAD_INPUT
+    assert "is zero" in capsys.readouterr().err
 
 
 def test_help_explains_every_field_of_the_chosen_family(capsys):

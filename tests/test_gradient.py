@@ -230,6 +230,32 @@ def test_a_parameter_that_the_loss_does_not_reach_has_gradient_zero(compute):
 
 
 @pytest.mark.parametrize("compute", [mpc_gradients, eager_mpc_gradients])
+def test_a_block_with_nothing_that_the_loss_reaches_has_gradient_zero(compute):
+    class Constant(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unused = nn.Parameter(torch.ones(2))
+
+        def forward(self, state: Tensor) -> Tensor:
+            return state.detach() + 1
+
+    model = Chain([Constant(), nn.Linear(3, 3)], mean_squared_error)
+    gradients = compute(model, torch.randn(2, 3), torch.randn(2, 3), sliding(2, 1))
+    assert torch.equal(gradients["blocks.0.unused"], torch.zeros(2))
+    assert gradients["blocks.1.weight"].abs().sum() > 0
+
+
+@pytest.mark.parametrize("compute", [mpc_gradients, eager_mpc_gradients])
+@pytest.mark.parametrize("position", [0, 1])
+def test_a_block_that_modifies_its_input_is_refused(compute, position):
+    blocks = [nn.Linear(3, 3), nn.Linear(3, 3)]
+    blocks[position] = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 3))
+    model = Chain(blocks, mean_squared_error)
+    with pytest.raises(ValueError, match=r"a block \(Sequential\) modifies its input in place"):
+        compute(model, torch.randn(2, 3), torch.randn(2, 3), sliding(2, 1))
+
+
+@pytest.mark.parametrize("compute", [mpc_gradients, eager_mpc_gradients])
 def test_windows_that_do_not_fit_the_model_are_refused(compute):
     model, inputs, labels = build_dense_chain([3, 4, 5, 4])
     with pytest.raises(ValueError, match="cover 4 blocks but the model has 3; build them with num_blocks=3"):

@@ -1,5 +1,6 @@
 """Window maps: what each constructor says, what follows from a map, and what is refused."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -141,12 +142,17 @@ def test_a_bad_horizon_is_named_with_limit_and_remedy(constructor, horizon, mess
         ([0, 8], r"anchor 0 is out of range; use 1\.\.8"),
         ([2, 4], r"anchors \[2, 4\] leave out the last boundary, 8, .*; add it"),
         ([], r"leave out the last boundary, 8"),
+        (8.0, r"anchor must be a whole number, got 8\.0"),
         (["4", 8], r"anchor must be a whole number, got '4'"),
     ],
 )
 def test_bad_anchors_are_named_with_limit_and_remedy(anchors, message):
     with pytest.raises(ValueError, match=message):
         sliding(8, 2, anchors=anchors)
+
+
+def test_whole_numbers_of_numpy_are_whole_numbers():
+    assert sliding(np.int64(4), np.int32(2)) == sliding(4, 2)
 
 
 def test_bad_sizes_are_refused():
@@ -169,6 +175,7 @@ def test_bad_sizes_are_refused():
         ((((1, 1.0), (1, 1.0)),), "list each boundary once, ascending"),
         ((((1, 0.0),),), "by 0.0; use a positive number"),
         ((((1, float("nan")),),), "by nan; use a positive number"),
+        ((((1, "a"),),), "by a; use a positive number"),
     ],
 )
 def test_an_impossible_map_is_refused(targets, message):

@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from mpc_dist.data.dataset import Batch, Batches, Dataset, Split
+from mpc_dist.data.dataset import MAX_SEED, Batch, Batches, Dataset, Split
 from mpc_dist.data.images import Cifar10Data, Cifar100Data, DigitsData
 from mpc_dist.data.synthetic import LinearData, TrigonometricData
 from mpc_dist.data.text import TextData
@@ -26,6 +26,7 @@ DATA: dict[str, type[DataSource]] = {
 
 __all__ = [
     "DATA",
+    "MAX_SEED",
     "Batch",
     "Batches",
     "Cifar10Data",

@@ -14,6 +14,12 @@ from torch import Tensor
 from mpc_dist.task import Task
 from mpc_dist.validation import check_whole
 
+MAX_SEED = 2**32 - 1
+"""A larger seed would spread over two words of the generator's key and could meet another seed's stream."""
+
+# First word of a generator's key, so that streams of one seed for different purposes never coincide.
+_ORDER, _AUGMENT = 1, 2
+
 Indices = NDArray[np.int64]
 Batch = tuple[Tensor, Tensor]
 """Inputs and labels, batch first; real values as float32, classes and tokens as int64."""
@@ -56,6 +62,7 @@ class Batches(Iterator[Batch]):
 
     def __init__(self, split: Split, *, batch_size: int, seed: int, shuffle: bool = True) -> None:
         check_whole("batch size", batch_size, minimum=1, maximum=split.num_samples)
+        check_whole("seed", seed, minimum=0, maximum=MAX_SEED)
         self._split = split
         self._batch_size = batch_size
         self._seed = seed
@@ -76,7 +83,7 @@ class Batches(Iterator[Batch]):
 
     def __next__(self) -> Batch:
         rows = self._order[self._batch * self._batch_size : (self._batch + 1) * self._batch_size]
-        batch = self._split.gather(rows, np.random.default_rng([self._seed, self._epoch, self._batch, 1]))
+        batch = self._split.gather(rows, np.random.default_rng([_AUGMENT, self._seed, self._epoch, self._batch]))
         self._batch += 1
         if self._batch == self.batches_per_epoch:
             self._epoch, self._batch = self._epoch + 1, 0
@@ -111,4 +118,4 @@ class Batches(Iterator[Batch]):
     def _draw_order(self) -> Indices:
         if not self._shuffle:
             return np.arange(self._split.num_samples)
-        return np.random.default_rng([self._seed, self._epoch]).permutation(self._split.num_samples)
+        return np.random.default_rng([_ORDER, self._seed, self._epoch]).permutation(self._split.num_samples)

@@ -1,12 +1,11 @@
 """Image classification: the 8 x 8 digits of scikit-learn, and CIFAR-10/100 from their standard python-version folders.
 
-CIFAR files are pickles and untrusted: they are read by an unpickler that admits arrays and plain containers only.
+CIFAR files are pickles and untrusted: see `mpc_dist/data/untrusted.py`.
 """
 
-import pickle
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mpc_dist.data.dataset import Batch, Dataset, Indices, Split
+from mpc_dist.data.untrusted import load_untrusted
 from mpc_dist.task import Task
 from mpc_dist.validation import check_whole
 
@@ -48,110 +48,90 @@ class DigitsData:
 
 
 @dataclass(frozen=True)
-class _Cifar:
-    folder: str
-    """The unpacked python-version folder."""
-    augment: bool = False
-    """Whether training images are shifted by up to 4 pixels and mirrored at random."""
-
-    num_classes: ClassVar[int]
-    label_key: ClassVar[bytes]
-    train_files: ClassVar[tuple[str, ...]]
-    test_file: ClassVar[str]
-
-    def load(self) -> Dataset:
-        """Read the folder, checking every file."""
-        folder = Path(self.folder)
-        if not folder.is_dir():
-            raise ValueError(f"data.folder {folder} does not exist; unpack the python version of CIFAR there")
-        # A subset may end early, but a file missing before one that is there is an error.
-        present = [index for index, name in enumerate(self.train_files) if (folder / name).exists()]
-        train_files = self.train_files[: max(present, default=0) + 1]
-        train = self._read(folder, train_files, augment=self.augment)
-        test = self._read(folder, (self.test_file,), augment=False)
-        return Dataset(Task("classification", (3, 32, 32), self.num_classes), train, test)
-
-    def _read(self, folder: Path, names: tuple[str, ...], *, augment: bool) -> Split:
-        parts = [read_cifar_file(folder / name, self.label_key, self.num_classes) for name in names]
-        images, labels = zip(*parts, strict=True)
-        return _image_split(np.concatenate(images), np.concatenate(labels), augment=augment)
-
-
-@dataclass(frozen=True)
-class Cifar10Data(_Cifar):
+class Cifar10Data:
     """CIFAR-10: 32 x 32 colour images in 10 classes."""
 
     name: Literal["cifar10"] = "cifar10"
     """Data set."""
     folder: str = "data/cifar-10-batches-py"
-    """The unpacked python-version folder: data_batch_1 .. data_batch_5 and test_batch (or fewer training files)."""
+    """The unpacked python-version folder: data_batch_1 .. data_batch_5 and test_batch."""
+    num_train_files: int = 5
+    """How many of the training files to read, from the first; fewer make a subset."""
+    augment: bool = False
+    """Whether training images are shifted by up to 4 pixels and mirrored at random."""
 
-    num_classes: ClassVar[int] = 10
-    label_key: ClassVar[bytes] = b"labels"
-    train_files: ClassVar[tuple[str, ...]] = tuple(f"data_batch_{number}" for number in range(1, 6))
-    test_file: ClassVar[str] = "test_batch"
+    def __post_init__(self) -> None:
+        check_whole("data.num_train_files", self.num_train_files, minimum=1, maximum=5)
+
+    def load(self) -> Dataset:
+        """Read the folder, checking every file."""
+        names = [f"data_batch_{number}" for number in range(1, self.num_train_files + 1)]
+        layout = CifarLayout(b"labels", 10, tuple(names), "test_batch", "; set data.num_train_files for a subset")
+        return _load_cifar(Path(self.folder), layout, augment=self.augment)
 
 
 @dataclass(frozen=True)
-class Cifar100Data(_Cifar):
+class Cifar100Data:
     """CIFAR-100: 32 x 32 colour images in 100 classes."""
 
     name: Literal["cifar100"] = "cifar100"
     """Data set."""
     folder: str = "data/cifar-100-python"
     """The unpacked python-version folder: train and test."""
+    augment: bool = False
+    """Whether training images are shifted by up to 4 pixels and mirrored at random."""
 
-    num_classes: ClassVar[int] = 100
-    label_key: ClassVar[bytes] = b"fine_labels"
-    train_files: ClassVar[tuple[str, ...]] = ("train",)
-    test_file: ClassVar[str] = "test"
+    def load(self) -> Dataset:
+        """Read the folder, checking every file."""
+        layout = CifarLayout(b"fine_labels", 100, ("train",), "test")
+        return _load_cifar(Path(self.folder), layout, augment=self.augment)
 
 
-class RestrictedUnpickler(pickle.Unpickler):
-    """Admits what numpy arrays and plain containers need, and refuses every other name."""
+@dataclass(frozen=True)
+class CifarLayout:
+    """Where a CIFAR folder keeps what."""
 
-    ALLOWED: ClassVar[frozenset[tuple[str, str]]] = frozenset(
-        {
-            ("numpy", "ndarray"),
-            ("numpy", "dtype"),
-            ("numpy.core.multiarray", "_reconstruct"),
-            ("numpy._core.multiarray", "_reconstruct"),
-            ("_codecs", "encode"),  # how Python 3 writes bytes into protocol 2
-        }
-    )
+    label_key: bytes
+    num_classes: int
+    train_files: tuple[str, ...]
+    test_file: str
+    remedy: str = ""
+    """What else can be done about a missing file."""
 
-    def find_class(self, module: str, name: str) -> Any:
-        """Return the named object if it is on the list."""
-        if (module, name) not in self.ALLOWED:
-            raise pickle.UnpicklingError(f"it refers to {module}.{name}, which is no array or plain container")
-        return super().find_class(module.replace("numpy.core", "numpy._core"), name)
+
+def _load_cifar(folder: Path, layout: CifarLayout, *, augment: bool) -> Dataset:
+    if not folder.is_dir():
+        raise ValueError(f"data.folder {folder} does not exist; unpack the python version of CIFAR there")
+    for name in (*layout.train_files, layout.test_file):
+        if not (folder / name).is_file():
+            raise ValueError(f"CIFAR file {folder / name} is missing; unpack the python version again{layout.remedy}")
+
+    def read(names: tuple[str, ...], *, augment: bool) -> Split:
+        parts = [read_cifar_file(folder / name, layout.label_key, layout.num_classes) for name in names]
+        images, labels = zip(*parts, strict=True)
+        return _image_split(np.concatenate(images), np.concatenate(labels), augment=augment)
+
+    task = Task("classification", (3, 32, 32), layout.num_classes)
+    return Dataset(task, read(layout.train_files, augment=augment), read((layout.test_file,), augment=False))
 
 
 def read_cifar_file(path: Path, label_key: bytes, num_classes: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     """The images (N, 3, 32, 32) and labels of one file, checked."""
-    if not path.is_file():
-        raise ValueError(f"CIFAR file {path} is missing; unpack the python version again")
-    try:
-        with path.open("rb") as file:
-            content = RestrictedUnpickler(file, encoding="bytes").load()
-    except Exception as error:  # a corrupt pickle can raise almost anything
-        reason = str(error) or type(error).__name__
-        raise ValueError(f"CIFAR file {path} cannot be read: {reason}; unpack it again from its source") from error
+    content = load_untrusted(path, what="CIFAR file")
     if not isinstance(content, dict) or b"data" not in content or label_key not in content:
         raise ValueError(f"CIFAR file {path} lacks 'data' or '{label_key.decode()}'; is it of the other CIFAR?")
-    images = content[b"data"]
+    images, labels = content[b"data"], content[label_key]
     if not isinstance(images, np.ndarray) or images.dtype != np.uint8 or images.shape[1:] != (3072,):
         found = f"{images.dtype} {images.shape}" if isinstance(images, np.ndarray) else type(images).__name__
         raise ValueError(f"CIFAR file {path} holds images as {found}; expected uint8 (N, 3072)")
-    try:
-        labels = np.asarray(content[label_key], dtype=np.int64)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"CIFAR file {path} holds labels that are not whole numbers ({error})") from error
-    if labels.shape != (len(images),) or not len(images):
-        raise ValueError(f"CIFAR file {path} holds {len(images)} images but labels of shape {labels.shape}")
-    if labels.min() < 0 or labels.max() >= num_classes:
-        raise ValueError(f"CIFAR file {path} has labels {labels.min()}..{labels.max()}; expected 0..{num_classes - 1}")
-    return images.reshape(-1, 3, 32, 32), labels
+    values = labels.tolist() if isinstance(labels, np.ndarray) else labels
+    if not isinstance(values, list) or not all(type(value) is int for value in values):
+        raise ValueError(f"CIFAR file {path} holds labels that are not a list of whole numbers")
+    if len(values) != len(images) or not values:
+        raise ValueError(f"CIFAR file {path} holds {len(images)} images but {len(values)} labels")
+    if min(values) < 0 or max(values) >= num_classes:
+        raise ValueError(f"CIFAR file {path} has labels {min(values)}..{max(values)}; expected 0..{num_classes - 1}")
+    return images.reshape(-1, 3, 32, 32), np.array(values, dtype=np.int64)
 
 
 def _image_split(images: NDArray[np.uint8], labels: NDArray[np.int64], *, augment: bool) -> Split:
@@ -167,7 +147,7 @@ def _image_split(images: NDArray[np.uint8], labels: NDArray[np.int64], *, augmen
 
 
 def _shift_and_mirror(images: NDArray[np.uint8], rng: np.random.Generator) -> NDArray[np.uint8]:
-    """Crop each image at random from its zero-padded self, and mirror every other one."""
+    """Crop each image at random from its zero-padded self, and mirror it with probability one half."""
     padded = np.pad(images, ((0, 0), (0, 0), (4, 4), (4, 4)))
     shifts, mirrored = rng.integers(0, 9, (len(images), 2)), rng.random(len(images)) < 0.5
     out = np.empty_like(images)

@@ -7,9 +7,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mpc_dist.data.dataset import Dataset, Split
+from mpc_dist.data.dataset import MAX_SEED, Dataset, Split
 from mpc_dist.task import Task
 from mpc_dist.validation import check_real, check_whole
+
+_SAMPLES = 3  # first word of a generator's key; see mpc_dist/data/dataset.py
 
 
 def _split(inputs: NDArray[np.float64], labels: NDArray[np.float64]) -> Split:
@@ -28,7 +30,7 @@ class _Synthetic:
     def __post_init__(self) -> None:
         check_whole("data.num_train", self.num_train, minimum=1)
         check_whole("data.num_test", self.num_test, minimum=1)
-        check_whole("data.seed", self.seed, minimum=0)
+        check_whole("data.seed", self.seed, minimum=0, maximum=MAX_SEED)
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class LinearData(_Synthetic):
 
     def load(self) -> Dataset:
         """Draw W0 and the samples."""
-        target, *inputs = (np.random.default_rng([self.seed, part]) for part in range(3))
+        target, *inputs = (np.random.default_rng([_SAMPLES, self.seed, part]) for part in range(3))
         matrix = target.standard_normal((self.dimension, self.dimension))
 
         def draw(rng: np.random.Generator, count: int) -> Split:
@@ -78,7 +80,7 @@ class TrigonometricData(_Synthetic):
         """Draw the samples."""
 
         def draw(part: int, count: int) -> Split:
-            rng = np.random.default_rng([self.seed, part])
+            rng = np.random.default_rng([_SAMPLES, self.seed, part])
             x = rng.uniform(-2.0, 2.0, (count, 1))
             eps = rng.normal(0.0, self.noise_variance**0.5, (count, 1))
             waves = [wave(k * np.pi * x) for k in (1, 2) for wave in (np.cos, np.sin)]

@@ -1,6 +1,7 @@
 """Next-token prediction on the bytes or characters of any text; without a path, of Python's standard library."""
 
 import sysconfig
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -40,8 +41,8 @@ class TextData:
 
     def load(self) -> Dataset:
         """Read the text and cut it into training and test chunks."""
-        raw = b"".join(path.read_bytes() for path in self._files())[: self.max_bytes]
-        tokens, vocabulary = _tokenise(raw, self.unit)
+        raw, is_cut = _read(self._files(), self.max_bytes)
+        tokens, vocabulary = _tokenise(raw, self.unit, is_cut=is_cut)
         cut = round(len(tokens) * (1 - self.test_fraction))
         parts = {"training": tokens[:cut], "test": tokens[cut:]}
         for part, part_tokens in parts.items():
@@ -66,15 +67,25 @@ class TextData:
         return files
 
 
-def _tokenise(raw: bytes, unit: Literal["bytes", "characters"]) -> tuple[NDArray[np.int64], int]:
+def _read(files: Sequence[Path], max_bytes: int | None) -> tuple[bytes, bool]:
+    """The files' bytes, one after another, up to the limit; and whether the limit cut them."""
+    raw = b""
+    for path in files:
+        raw += path.read_bytes()
+        if max_bytes is not None and len(raw) > max_bytes:
+            return raw[:max_bytes], True
+    return raw, False
+
+
+def _tokenise(raw: bytes, unit: Literal["bytes", "characters"], *, is_cut: bool) -> tuple[NDArray[np.int64], int]:
     """Token ids and the size of the vocabulary."""
     if unit == "bytes":
         return np.frombuffer(raw, dtype=np.uint8).astype(np.int64), 256
     try:
-        # A cut at max_bytes may split the last character: an incomplete end is dropped, other damage is not.
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        if error.end < len(raw):
+        # A cut at max_bytes may split the last character, which is then dropped; other damage is not.
+        if not is_cut or error.reason != "unexpected end of data":
             raise ValueError(f"the text is not UTF-8 at byte {error.start}; use data.unit 'bytes'") from error
         text = raw[: error.start].decode("utf-8")
     codes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)

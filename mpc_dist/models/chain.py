@@ -29,7 +29,7 @@ class Chain(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         self.readouts = nn.ModuleDict({str(boundary): readouts[boundary] for boundary in sorted(readouts)})
         self.loss = loss
-        _check_nothing_shared([*self.blocks, *self.readouts.values()])
+        self._check_nothing_shared()
 
     @property
     def num_blocks(self) -> int:
@@ -57,6 +57,17 @@ class Chain(nn.Module):
             state = block(state)
         return self.predict(self.num_blocks, state)
 
+    def _check_nothing_shared(self) -> None:
+        owner: dict[int, str] = {}
+        for name, parameter in self.named_parameters(remove_duplicate=False):
+            part = ".".join(name.split(".")[:2])
+            first = owner.setdefault(id(parameter), name)
+            if not first.startswith(f"{part}."):
+                raise ValueError(
+                    f"{name} is the same parameter as {first}; blocks and readouts may not share weights: untie them, "
+                    "or put what shares them into one block"
+                )
+
     def check_windows(self, windows: Windows) -> None:
         """Raise unless the windows fit this chain: as many blocks, and a readout wherever one is aimed at."""
         if windows.num_blocks != self.num_blocks:
@@ -70,16 +81,3 @@ class Chain(nn.Module):
                 f"the windows aim at boundaries {missing}, which have no readout; the model has them at "
                 f"{list(self.boundaries)}: build it with readouts at windows.readouts"
             )
-
-
-def _check_nothing_shared(parts: Sequence[nn.Module]) -> None:
-    owner: dict[int, str] = {}
-    for index, part in enumerate(parts):
-        for name, parameter in part.named_parameters():
-            where = f"{name!r} of part {index}"
-            if id(parameter) in owner:
-                raise ValueError(
-                    f"parameter {where} is also {owner[id(parameter)]}; blocks and readouts may not share weights: "
-                    "untie them, or put what shares them into one block"
-                )
-            owner[id(parameter)] = where

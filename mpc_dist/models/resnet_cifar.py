@@ -3,6 +3,7 @@
 n = 9 is ResNet-56, n = 10 the paper's ResNet-62. The stem is part of block 0, the classifier is the last readout.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -68,7 +69,9 @@ class ResNetCifar:
 
     def __post_init__(self) -> None:
         check_whole("model.blocks_per_group", self.blocks_per_group, minimum=1)
-        check_whole("model.channels", self.channels, minimum=1)
+        check_whole("model.channels", self.channels, minimum=2)
+        if self.channels % 2:
+            raise ValueError(f"model.channels {self.channels} must be even: shortcuts pad by half on each side")
 
     @property
     def num_blocks(self) -> int:
@@ -134,10 +137,14 @@ def read_akamaster(path: Path, *, blocks_per_group: int) -> dict[str, Tensor]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many types for a file that is no checkpoint
-        raise ValueError(f"checkpoint {path} cannot be read ({error}); give a file saved by torch.save") from error
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"checkpoint {path} cannot be read ({reason}); give a file saved by torch.save") from error
     weights = content.get("state_dict") if isinstance(content, Mapping) else None
-    if not isinstance(weights, Mapping):
-        raise ValueError(f"checkpoint {path} holds no 'state_dict'; give one of akamaster/pytorch_resnet_cifar10")
+    if not isinstance(weights, Mapping) or not all(isinstance(value, Tensor) for value in weights.values()):
+        raise ValueError(f"checkpoint {path} holds no 'state_dict' of tensors; give one of {SOURCE}")
+    unknown = next((key for key in weights if not _KNOWN_KEY.fullmatch(str(key))), None)
+    if unknown is not None:
+        raise ValueError(f"checkpoint {path} holds {unknown!r}, which this network lacks; give one of {SOURCE}")
     names = [key.removeprefix("module.") for key in weights]
     found = len({tuple(name.split(".")[:2]) for name in names if name.startswith("layer1.")})
     if found != blocks_per_group:
@@ -146,6 +153,14 @@ def read_akamaster(path: Path, *, blocks_per_group: int) -> dict[str, Tensor]:
             f"set model.blocks_per_group to {found}"
         )
     return {_rename(name, blocks_per_group): value for name, value in zip(names, weights.values(), strict=True)}
+
+
+SOURCE = "akamaster/pytorch_resnet_cifar10"
+_NORM = r"(weight|bias|running_mean|running_var|num_batches_tracked)"
+_KNOWN_KEY = re.compile(
+    rf"(module\.)?(linear\.(weight|bias)|(layer[123]\.\d+\.)?(conv1\.weight|bn1\.{_NORM})"
+    rf"|layer[123]\.\d+\.(conv2\.weight|bn2\.{_NORM}))"
+)
 
 
 def _rename(key: str, blocks_per_group: int) -> str:

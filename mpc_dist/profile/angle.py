@@ -8,7 +8,7 @@ Every gradient of every window map is a weighted sum of the same (readout, block
 those is computed once, and only their inner products are kept: from them follows the angle of any windows.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,10 +26,10 @@ Gram = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class AngleProfile:
-    """Inner products of the (readout, block) gradients of a chain with a readout at every boundary."""
+    """Inner products of the (readout, block) gradients of a chain."""
 
     grams: tuple[tuple[Gram, ...], ...]
-    """`grams[batch][t][i, j]` = <dL(x(t+1+i))/du(t), dL(x(t+1+j))/du(t)>."""
+    """`grams[batch][t][i, j]` = <dL(x(t+1+i))/du(t), dL(x(t+1+j))/du(t)>; NaN where it was not asked for."""
 
     @property
     def num_blocks(self) -> int:
@@ -45,14 +45,17 @@ class AngleProfile:
         if windows.num_blocks != self.num_blocks:
             raise ValueError(f"the windows cover {windows.num_blocks} blocks but the profile {self.num_blocks}")
         full = backprop(self.num_blocks)
-        return np.array(
-            [
-                _inner(grams, windows, full)
-                / np.sqrt(_inner(grams, windows, windows))
-                / np.sqrt(_inner(grams, full, full))
-                for grams in self.grams
-            ]
-        )
+        cosines = []
+        for number, grams in enumerate(self.grams):
+            ours, exact = (_inner(grams, one, one) for one in (windows, full))
+            if not (ours > 0 and exact > 0):
+                gradient = "of these windows" if exact > 0 else "of back-propagation"
+                raise ValueError(
+                    f"the gradient {gradient} on batch {number} is zero or was not measured, so it has no angle; "
+                    "check that blocks are trainable, readouts not all zero, and the windows among those profiled"
+                )
+            cosines.append(_inner(grams, windows, full) / np.sqrt(ours * exact))
+        return np.array(cosines)
 
     def horizon_cosines(self) -> NDArray[np.float64]:
         """cos(theta_h) of the paper's sliding windows for h = 1..T."""
@@ -60,48 +63,74 @@ class AngleProfile:
 
 
 def measure_angles(
-    model: Chain, batches: Iterable[tuple[Tensor, Tensor]], *, advance: Callable[[], None] = lambda: None
+    model: Chain,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    *,
+    windows: Sequence[Windows] | None = None,
+    advance: Callable[[], None] = lambda: None,
 ) -> AngleProfile:
-    """Profile the gradients of a chain with a readout at every boundary; the chain is left as it was.
+    """Profile the gradients that these window maps need (default: all there are); the chain is left as it was.
 
     `advance` is called after each block of each batch, for a progress bar.
     """
-    missing = sorted(set(range(1, model.num_blocks + 1)) - set(model.boundaries))
+    needed = _needed_readouts(model.num_blocks, windows)
+    missing = sorted({readout for readouts in needed for readout in readouts} - set(model.boundaries))
     if missing:
-        raise ValueError(f"angles of all horizons need a readout at every boundary; {missing} have none")
+        raise ValueError(f"these angles need readouts at boundaries {missing}, which the model lacks; build it so")
     with unchanged(model):
-        grams = tuple(_profile_batch(model, inputs, labels, advance) for inputs, labels in batches)
+        grams = tuple(_profile_batch(model, inputs, labels, needed, advance) for inputs, labels in batches)
     if not grams:
         raise ValueError("angles need at least 1 batch, got none")
     return AngleProfile(grams)
 
 
-def _profile_batch(model: Chain, inputs: Tensor, labels: Tensor, advance: Callable[[], None]) -> tuple[Gram, ...]:
+def _needed_readouts(num_blocks: int, windows: Sequence[Windows] | None) -> list[tuple[int, ...]]:
+    """For each block, the readouts whose gradients are needed, ascending; back-propagation's always is."""
+    if windows is None:
+        return [tuple(range(t + 1, num_blocks + 1)) for t in range(num_blocks)]
+    maps = [*windows, backprop(num_blocks)]
+    return [tuple(sorted({s for one in maps for s, _ in one.targets[t]})) for t in range(num_blocks)]
+
+
+def _profile_batch(
+    model: Chain, inputs: Tensor, labels: Tensor, needed: Sequence[Sequence[int]], advance: Callable[[], None]
+) -> tuple[Gram, ...]:
+    lowest = {readout: t for t in reversed(range(model.num_blocks)) for readout in needed[t]}
     held: list[HeldBlock] = []
-    first_adjoints: list[Tensor] = []  # dL(x(s))/dx(s), for s = 1..T
+    first_adjoints: dict[int, Tensor] = {}  # dL(x(s))/dx(s)
     state = inputs
     for boundary, block in enumerate(model.blocks, start=1):
         held.append(HeldBlock.run(block, state))
         state = held[-1].output.detach().requires_grad_()
-        loss = model.loss_at(boundary, state, labels)
-        first_adjoints.append(*torch.autograd.grad(loss, state))
+        if boundary in lowest:
+            loss = model.loss_at(boundary, state, labels)
+            (first_adjoints[boundary],) = torch.autograd.grad(loss, state)
 
     grams: list[Gram] = []
-    adjoints: list[Tensor] = []  # dL(x(s))/dx(t+1), for s = t+1..T
+    adjoints: dict[int, Tensor] = {}  # dL(x(s))/dx(t+1), by s
     for t in reversed(range(model.num_blocks)):
-        adjoints.insert(0, first_adjoints[t])
-        passed = held.pop()
-        rows, below = [], []
-        for adjoint in adjoints:
-            gradients, further = passed.pull_back(adjoint, weights=True, to_input=t > 0)
-            rows.append(_flatten(gradients.values()))
+        if t + 1 in first_adjoints:
+            adjoints[t + 1] = first_adjoints.pop(t + 1)
+        passed, below, rows = held.pop(), {}, {}
+        for readout, adjoint in adjoints.items():
+            gradients, further = passed.pull_back(adjoint, weights=readout in needed[t], to_input=t > lowest[readout])
+            if readout in needed[t]:
+                rows[readout] = _flatten(gradients.values())
             if further is not None:
-                below.append(further)
-        stacked = torch.stack(rows).double()
-        grams.append((stacked @ stacked.T).cpu().numpy())
+                below[readout] = further
+        grams.append(_gram(rows, t, model.num_blocks))
         adjoints = below
         advance()
     return tuple(reversed(grams))
+
+
+def _gram(rows: dict[int, Tensor], t: int, num_blocks: int) -> Gram:
+    """Inner products of block t's gradients; in float64, because float32 sums would lose small angles."""
+    gram = np.full((num_blocks - t, num_blocks - t), np.nan)
+    places = [readout - t - 1 for readout in rows]
+    stacked = torch.stack(list(rows.values())).double()
+    gram[np.ix_(places, places)] = (stacked @ stacked.T).cpu().numpy()
+    return gram
 
 
 def _flatten(gradients: Iterable[Tensor]) -> Tensor:

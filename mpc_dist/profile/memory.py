@@ -1,12 +1,13 @@
 """The memory a horizon holds: M(h), the peak bytes kept for backward by the eager sweep.
 
 On the CPU it is counted exactly, tensor by tensor as autograd saves and frees them; on CUDA it is the allocator's peak
-above what was allocated before the sweep. Weights are not counted: they are there whatever the horizon.
+above what was allocated before the sweep (which includes passing buffers). Weights, their gradients and the batch are
+not counted: they are there whatever the horizon. Nor is a block's input that no operation saves.
 """
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -14,31 +15,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpc_dist.gradient import eager_mpc_gradients
+from mpc_dist.gradient import sweep
 from mpc_dist.models.chain import Chain
 from mpc_dist.profile.unchanged import unchanged
 from mpc_dist.windows import Windows, sliding
 
 
 class SavedBytes:
-    """Counts the bytes that autograd holds for backward while active; each storage once, parameters never.
+    """Counts the bytes that autograd holds for backward while active; each storage once, the `given` tensors' never.
 
     Graphs made inside the context are counted until they are freed, also after the context has ended.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, given: Iterable[Tensor]) -> None:
         self.live = 0
         """Bytes held now."""
         self.peak = 0
         """The most bytes held at any time."""
-        self._weights = {_storage_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        self._given = {_storage_of(tensor) for tensor in given}
         self._holders: Counter[int] = Counter()
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     def _pack(self, tensor: Tensor) -> "_Saved":
         saved = _Saved(tensor)
         storage = _storage_of(tensor)
-        if storage not in self._weights:
+        if storage not in self._given:
             size = tensor.untyped_storage().nbytes()
             if self._holders[storage] == 0:
                 self.live += size
@@ -86,12 +87,21 @@ def peak_bytes(model: Chain, inputs: Tensor, labels: Tensor, windows: Windows) -
     if inputs.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(inputs.device)
         before = torch.cuda.memory_allocated(inputs.device)
-        eager_mpc_gradients(model, inputs, labels, windows)
+        _sweep_away(model, inputs, labels, windows)
         return torch.cuda.max_memory_allocated(inputs.device) - before
-    with SavedBytes(model) as saved:
-        eager_mpc_gradients(model, inputs, labels, windows)
-    assert saved.live == 0, "the sweep left tensors held"
+    with SavedBytes([*model.parameters(), *model.buffers(), inputs, labels]) as saved:
+        _sweep_away(model, inputs, labels, windows)
+    if saved.live:
+        raise ValueError(
+            f"{saved.live} bytes are still held after the sweep: a block keeps activations of its own; let it drop them"
+        )
     return saved.peak
+
+
+def _sweep_away(model: Chain, inputs: Tensor, labels: Tensor, windows: Windows) -> None:
+    """Run the eager sweep and drop the gradients as they come."""
+    for _ in sweep(model, inputs, labels, windows):
+        pass
 
 
 def measure_memory(

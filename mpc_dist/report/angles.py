@@ -76,7 +76,8 @@ class HorizonReport:
             left.set_xticks(ticks, labels=[str(tick) for tick in ticks])
             left.set_xticks([], minor=True)
         else:
-            left.text(0.5, 0.5, "every horizon equals\nback-propagation", ha="center", transform=left.transAxes)
+            words = "every horizon equals\nback-propagation" if len(error) else "no other horizon\nwas measured"
+            left.text(0.5, 0.5, words, ha="center", transform=left.transAxes)
         left.set_xlabel("T - h   (0 is back-propagation)")
         left.set_ylabel("1 - cos(theta_h)")
         left.set_title("How far the gradient is from back-propagation's")

@@ -3,20 +3,20 @@
 A wrong key, type or value fails here, before any work, with the field's path and the nearest valid name.
 """
 
+import argparse
 import dataclasses
-import itertools
 import re
-from argparse import ArgumentError
+from argparse import SUPPRESS, ArgumentError
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_type_hints
 
 import torch
 import yaml
 from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
-from mpc_dist.data import DATA, DataSource, TextData
+from mpc_dist.data import DATA, MAX_SEED, DataSource, TextData
 from mpc_dist.models import GPT, MODELS, BlockModel
 from mpc_dist.readout import ReadoutConfig
 from mpc_dist.validation import check_whole, look_up, suggest
@@ -37,6 +37,8 @@ class AnglesConfig:
 
     def __post_init__(self) -> None:
         check_whole("angles.num_batches", self.num_batches, minimum=1)
+        if self.horizons is not None and not self.horizons:
+            raise ValueError("angles.horizons is empty; list some, or leave it out for all")
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Config:
         for horizon in self.angles.horizons or ():
             check_horizon(horizon, self.model.num_blocks)
         check_whole("batch_size", self.batch_size, minimum=1)
-        check_whole("seed", self.seed, minimum=0)
+        check_whole("seed", self.seed, minimum=0, maximum=MAX_SEED)
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("device 'cuda' is not available on this machine; use 'cpu' or 'auto'")
 
@@ -95,55 +97,87 @@ FAMILIES: dict[str, Mapping[str, type]] = {"model": MODELS, "data": DATA}
 class ConfigParser:
     """Reads a `Config` and a command's own options from a command line.
 
-    The families named in the YAML files or on the command line are found first; then every field of just those is an
-    option, with its type, default and description in `--help`. A family named on the command line replaces the file's
-    section if that describes another one.
+    The files and families that it names are found first; then every field of just those families is an option, with its
+    type, default and description in `--help`. A family named on the command line replaces a file's section of another.
     """
 
     def __init__(self, argv: Sequence[str], *, prog: str, description: str) -> None:
-        self._argv = list(argv)
-        self._files = {path: _read_yaml(Path(path)) for path in _option_values(self._argv, "config")}
-        self._sections = _section_types(self._argv, list(self._files.values()))
+        chosen, self._argv = _choose(argv)
+        self._files = [(path, _read_yaml(Path(path))) for path in chosen.config]
+        self._sections = _section_types(self._files, vars(chosen))
         self.parser = ArgumentParser(
             prog=prog,
             description=f"{description} Models: {', '.join(MODELS)}. Data: {', '.join(DATA)}. The fields below are of "
             f"the chosen ones: give --model.name, --data.name or --config before --help to see others.",
             exit_on_error=False,
+            allow_abbrev=False,
         )
+        # Taken out of the command line by now; here for --help.
         self.parser.add_argument(
-            "--config", action="append", help="YAML file with any of the fields below; options override it."
+            "--config", help="YAML file with any of the fields below; later files and all options override it."
         )
         self.parser.add_class_arguments(Config, skip=set(SECTIONS))
         for name, kind in self._sections.items():
             self.parser.add_class_arguments(kind, name)
+        for action in self.parser._actions:
+            # The library's own extras: a file per section, and shell completion.
+            if action.option_strings and action.option_strings[0] in _unsupported_options():
+                action.help = SUPPRESS
 
     def parse(self) -> tuple[Config, Namespace]:
         """The configuration, and all parsed values for the command's own options."""
         values = self.parser.get_defaults()
-        for path, content in self._files.items():
+        for path, content in self._files:
             kept = _keep_chosen(content, self._sections)
             _check_keys(kept, self._sections, path)
             try:
                 values = self.parser.parse_object(kept, namespace=values)
             except ArgumentError as error:
                 raise ValueError(f"{path}: {_explain(error, self.parser)}") from error
+        for extra in self._argv:
+            if extra.partition("=")[0] not in _unsupported_options() and not extra.startswith("--config."):
+                continue
+            raise ValueError(f"unknown option {extra!r}; give a file by --config, or fields such as --model.name")
         try:
             values = self.parser.parse_args(self._argv, namespace=values)
         except ArgumentError as error:
             raise ValueError(_explain(error, self.parser)) from error
         plain = {entry.name: values[entry.name] for entry in dataclasses.fields(Config)}
-        sections = {name: kind(**plain[name].as_dict()) for name, kind in self._sections.items()}
+        _check_given({name: value for name, value in plain.items() if name not in SECTIONS}, Config, "")
+        sections = {}
+        for name, kind in self._sections.items():
+            fields = plain[name].as_dict()
+            _check_given(fields, kind, f"{name}.")
+            sections[name] = kind(**fields)
         return Config(**{**plain, **sections}), values
 
 
-def _section_types(argv: list[str], contents: list[Mapping[str, Any]]) -> dict[str, Any]:
+def _choose(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The files and families that a command line names, in order, and the rest of it."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--config", action="append", default=[])
+    for section in FAMILIES:
+        parser.add_argument(f"--{section}.name", dest=section)
+    try:
+        return parser.parse_known_args(argv)
+    except ArgumentError as error:
+        raise ValueError(str(error)) from error
+
+
+def _unsupported_options() -> set[str]:
+    return {f"--{section}" for section in SECTIONS} | {"--print_shtab"}
+
+
+def _section_types(files: list[tuple[str, Mapping[str, Any]]], named: Mapping[str, Any]) -> dict[str, Any]:
     """The dataclass of each section; of a family, the one that was named last."""
     sections = dict(SECTIONS)
     for section, family in FAMILIES.items():
-        inner = [content[section] for content in contents if isinstance(content.get(section), Mapping)]
-        names = [fields["name"] for fields in inner if "name" in fields] + _option_values(argv, f"{section}.name")
-        if names:
-            sections[section] = look_up(section, names[-1], family)
+        inner = [content[section] for _, content in files if isinstance(content.get(section), Mapping)]
+        names = [fields["name"] for fields in inner if "name" in fields]
+        if named[section] is not None:
+            names.append(named[section])
+        for name in names:
+            sections[section] = look_up(section, name, family)
     return sections
 
 
@@ -157,19 +191,23 @@ def _keep_chosen(content: Mapping[str, Any], sections: Mapping[str, Any]) -> dic
     return {key: value for key, value in content.items() if is_chosen(key, value)}
 
 
-def _option_values(argv: list[str], name: str) -> list[str]:
-    """Every value given to an option, as `--name value` or `--name=value`."""
-    flag = f"--{name}"
-    spaced = [value for option, value in itertools.pairwise(argv) if option == flag]
-    return spaced + [word.removeprefix(f"{flag}=") for word in argv if word.startswith(f"{flag}=")]
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """Refuses a key that is given twice, where YAML would silently take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+        twice = next((key for key in keys if isinstance(key, str) and keys.count(key) > 1), None)
+        if twice is not None:
+            raise yaml.constructor.ConstructorError(None, None, f"key {twice!r} is given twice", node.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 def _read_yaml(path: Path) -> Mapping[str, Any]:
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeyLoader)
     except FileNotFoundError as error:
         raise ValueError(f"config file {path} does not exist; the shipped ones are in configs/") from error
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ValueError(f"config file {path} cannot be read: {' '.join(str(error).split())}") from error
     if content is None:
         return {}
@@ -193,12 +231,25 @@ def _check_keys(content: Mapping[str, Any], sections: Mapping[str, Any], path: s
                 raise ValueError(f"{path}: unknown key '{key}.{inner}'; {suggest(inner, known)}")
 
 
+def _check_given(values: Mapping[str, Any], kind: Any, prefix: str) -> None:
+    """Raise if null was given to a field that does not take it."""
+    hints = get_type_hints(kind)
+    for name, value in values.items():
+        if value is None and type(None) not in get_args(hints[name]):
+            raise ValueError(f"{prefix}{name} may not be null; leave it out for its default")
+
+
 def _explain(error: ArgumentError, parser: ArgumentParser) -> str:
     """The library's message on one line, with the nearest valid option for an unknown one."""
     message = re.sub(r"<class '(\w+)'>", r"\1", " ".join(str(error).split()))
+    union = re.search(r'key "(.*?)": Does not validate .* Subtypes: \[(.*)\] Errors: .* Given value: (.*)', message)
+    if union:
+        return f"{union[1]} must be of type {union[2]}, got {union[3]}; a list is written as [1,2,4]"
     marker = "unrecognized arguments: "
-    if marker in message:
-        option = message.partition(marker)[2].split()[0].partition("=")[0]
-        known = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
-        return f"unknown option {option!r}; {suggest(option, known)}"
-    return message
+    if marker not in message:
+        return message
+    word = message.partition(marker)[2].split()[0].partition("=")[0]
+    if not word.startswith("-"):
+        return f"unexpected argument {word!r}; a config file is given by --config"
+    known = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
+    return f"unknown option {word!r}; {suggest(word, set(known) - _unsupported_options())}"

@@ -86,6 +86,7 @@ def test_a_restored_state_continues_exactly(steps):
     [
         ({"seed": 5}, "saved data state has seed 5 but this run 4; resume with the settings"),
         ({"batch_size": 2}, "saved data state has batch_size 2 but this run 3"),
+        ({"shuffle": 0}, "saved data state has shuffle 0 but this run 1"),
         ({"num_samples": 11}, "saved data state has num_samples 11 but this run 10"),
         ({"batch": 3}, r"batch of the saved data state: 3 is out of range; use 0\.\.2"),
         ({"epoch": -1}, "epoch of the saved data state: -1 is out of range"),
@@ -96,6 +97,18 @@ def test_a_state_of_another_sequence_is_refused(change, message):
     batches = Batches(numbered(), batch_size=3, seed=4)
     with pytest.raises(ValueError, match=message):
         batches.load_state_dict({**batches.state_dict(), **change})
+
+
+def test_augmentation_differs_from_batch_to_batch_and_from_epoch_to_epoch():
+    """The same sample drawn again, in another batch or epoch, is changed in another way."""
+    batches = Batches(noisy(2), batch_size=1, seed=0, shuffle=False)
+    noise = [inputs.item() % 1 for inputs, _ in itertools.islice(batches, 6)]
+    assert len(set(noise)) == 6
+
+
+def test_seeds_that_could_meet_another_seeds_stream_are_refused():
+    with pytest.raises(ValueError, match="seed 4294967296 is out of range"):
+        Batches(numbered(), batch_size=2, seed=2**32)
 
 
 @pytest.mark.parametrize("batch_size", [0, 11])

@@ -39,7 +39,9 @@ def test_trigonometric_labels_are_the_four_waves_times_one_noise_per_sample():
     assert x.min() >= -2
     assert x.max() <= 2
     assert x.std() == pytest.approx(4 / math.sqrt(12), rel=0.02)
-    waves = torch.cat([torch.cos(np.pi * x), torch.sin(np.pi * x), torch.cos(2 * np.pi * x), torch.sin(2 * np.pi * x)], 1)
+    waves = torch.cat(
+        [torch.cos(np.pi * x), torch.sin(np.pi * x), torch.cos(2 * np.pi * x), torch.sin(2 * np.pi * x)], 1
+    )
     factor = (y * waves).sum(1, keepdim=True) / waves.square().sum(1, keepdim=True)
     torch.testing.assert_close(y, factor * waves, rtol=1e-4, atol=1e-4)  # one factor explains all four components
     assert factor.mean() == pytest.approx(1, abs=0.01)

@@ -41,6 +41,8 @@ def test_characters_get_a_vocabulary_of_those_that_occur(tmp_path: Path):
 
 def test_characters_cut_at_max_bytes_are_dropped_but_other_damage_is_named(tmp_path: Path):
     assert load_text(tmp_path, "é".encode() * 40, unit="characters", context=2, max_bytes=61).task.num_outputs == 1
+    with pytest.raises(ValueError, match=r"not UTF-8 at byte 50; use data\.unit 'bytes'"):
+        load_text(tmp_path, b"a" * 50 + b"\xff", unit="characters", context=2)
     with pytest.raises(ValueError, match=r"not UTF-8 at byte 3; use data\.unit 'bytes'"):
         load_text(tmp_path, b"abc\xff" + b"d" * 50, unit="characters", context=2)
 
@@ -50,7 +52,7 @@ def test_a_folder_is_read_in_name_order(tmp_path: Path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(letter * 10)
     data = TextData(path=str(tmp_path), context=29, test_fraction=0.0)
-    with pytest.raises(ValueError, match="the test part .* has 0 bytes"):
+    with pytest.raises(ValueError, match=r"the test part .* has 0 bytes"):
         data.load()
     data = TextData(path=str(tmp_path), context=4, test_fraction=0.2).load()
     inputs, _ = next(Batches(data.train, batch_size=5, seed=0, shuffle=False))

@@ -48,6 +48,13 @@ def test_the_initial_loss_is_that_of_a_uniform_guess():
     torch.testing.assert_close(chain.loss(chain(tokens), labels), expected, rtol=0.02, atol=0)
 
 
+def test_branches_are_scaled_down_with_the_depth():
+    for depth in (2, 32):
+        block = build_chain(GPT(num_blocks=depth, width=64), TOKENS, boundaries=[]).blocks[1]
+        assert block.contract.weight.std().item() == pytest.approx(0.02 / (2 * depth) ** 0.5, rel=0.05)
+        assert block.expand.weight.std().item() == pytest.approx(0.02, rel=0.05)
+
+
 def test_bad_sizes_and_data_are_refused():
     with pytest.raises(ValueError, match=r"model\.num_heads 3 must divide model\.width 8"):
         GPT(width=8, num_heads=3)

@@ -35,6 +35,14 @@ def test_the_mlp_has_bias_and_relu_but_no_relu_on_its_prediction():
     assert (chain.blocks[-1](torch.randn(50, 10)) < 0).any()
 
 
+def test_weights_are_glorot_and_biases_zero():
+    layer = build_chain(ResMLP(num_blocks=3, width=200), TASK, readout="pool").blocks[1].linear
+    bound = (6 / (200 + 200)) ** 0.5
+    assert bound * 0.99 < layer.weight.abs().max() <= bound
+    assert layer.weight.std().item() == pytest.approx(bound / 3**0.5, rel=0.02)
+    assert not layer.bias.any()
+
+
 def test_images_are_flattened_and_tokens_refused():
     assert build_chain(ResMLP(num_blocks=3), IMAGES)(torch.randn(2, *IMAGES.input_shape)).shape == (2, 5)
     with pytest.raises(ValueError, match="takes real vectors, but the data gives tokens; use model 'gpt'"):

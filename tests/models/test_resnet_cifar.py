@@ -32,7 +32,7 @@ def test_n_gives_6n_plus_2_layers(n, layers):
 
 def test_the_trained_resnet56_classifies_the_cifar10_test_subset(real_data: Path, cifar: Path):
     model = ResNetCifar(blocks_per_group=9, checkpoint=str(real_data / "checkpoints" / "resnet56-4bfd9763.th"))
-    test = Cifar10Data(folder=str(cifar / "cifar-10-batches-py")).load().test
+    test = Cifar10Data(folder=str(cifar / "cifar-10-batches-py"), num_train_files=1).load().test
     chain = build_chain(model, CIFAR10, readout="pool").eval()
     batches = Batches(test, batch_size=500, seed=0, shuffle=False)
     correct = 0
@@ -58,11 +58,24 @@ def test_files_that_are_no_checkpoint_are_refused(tmp_path: Path):
     with pytest.raises(ValueError, match=r"does not exist; give the path of a \.th file"):
         build_chain(ResNetCifar(checkpoint=str(tmp_path / "none.th")), CIFAR10)
     (tmp_path / "text.th").write_text("hello")
-    with pytest.raises(ValueError, match="cannot be read"):
+    with pytest.raises(ValueError, match=r"cannot be read.*give a file saved by torch\.save$"):
         build_chain(ResNetCifar(checkpoint=str(tmp_path / "text.th")), CIFAR10)
     torch.save({"weights": {}}, tmp_path / "other.th")
     with pytest.raises(ValueError, match="holds no 'state_dict'"):
         build_chain(ResNetCifar(checkpoint=str(tmp_path / "other.th")), CIFAR10)
+    torch.save({"state_dict": {"module.conv1.weight": 3}}, tmp_path / "numbers.th")
+    with pytest.raises(ValueError, match="holds no 'state_dict' of tensors"):
+        build_chain(ResNetCifar(checkpoint=str(tmp_path / "numbers.th")), CIFAR10)
+    for key in ("layer1.foo.x", "layer2.0.shortcut.0.weight", "fc.weight"):
+        torch.save({"state_dict": {key: torch.zeros(1)}}, tmp_path / "keys.th")
+        with pytest.raises(ValueError, match=f"holds '{key}', which this network lacks"):
+            build_chain(ResNetCifar(checkpoint=str(tmp_path / "keys.th")), CIFAR10)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_channels_must_be_even(channels):
+    with pytest.raises(ValueError, match=rf"model\.channels {channels} "):
+        ResNetCifar(channels=channels)
 
 
 def test_tokens_are_refused():

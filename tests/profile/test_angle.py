@@ -7,12 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from mpc_dist.gradient import mpc_gradients
-from mpc_dist.models import Chain
+from mpc_dist.gradient import HeldBlock, mpc_gradients
+from mpc_dist.models import GPT, Chain, build_chain
 from mpc_dist.profile import measure_angles
+from mpc_dist.profile.angle import _gram
 from mpc_dist.readout import mean_squared_error
 from mpc_dist.windows import Windows, backprop, cumulative, loco, sliding, tumbling
-from tests.examples import MODELS, build_dense_chain, build_example, draw_batch
+from tests.examples import MODELS, TOKENS, build_dense_chain, build_example, draw_batch
 from tests.test_windows import window_maps
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -77,12 +78,52 @@ def test_one_forward_pass_per_batch_serves_all_horizons():
 
 
 def test_measuring_leaves_the_model_and_the_random_state_alone():
-    model, inputs, labels = build_example("resnet_cifar")
-    before, random = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
-    measure_angles(model, [(inputs, labels)])
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert torch.equal(torch.get_rng_state(), random)
+    dropping = build_chain(GPT(num_blocks=2, width=8, num_heads=2, dropout=0.5), TOKENS)
+    for model, inputs, labels in (build_example("resnet_cifar"), (dropping, *draw_batch(TOKENS))):
+        before, random = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
+        measure_angles(model, [(inputs, labels)])
+        assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_inner_products_are_summed_in_float64():
+    """In float32 the products of nearly equal gradients would lose the angle between them."""
+    model, inputs, labels = build_example("gpt")
+    exact = measure_angles(model, [(inputs, labels)]).horizon_cosines()
+    single = measure_angles(model.float(), [(inputs, labels)])
+    assert all(gram.dtype == np.float64 for gram in single.grams[0])
+    rows = torch.tensor([[1.0] * 100_000, [1.0] * 100_000], dtype=torch.float32) * 1.1
+    assert _gram({1: rows[0], 2: rows[1]}, 0, 2)[0, 1] == pytest.approx(float((rows[0].double() ** 2).sum()), rel=1e-11)
+    np.testing.assert_allclose(single.horizon_cosines(), exact, atol=1e-5)
+
+
+def test_only_the_gradients_that_the_asked_windows_need_are_computed(monkeypatch):
+    model, inputs, labels = build_example("gpt")
+    calls: list[bool] = []
+    pull_back = HeldBlock.pull_back
+
+    def counting(self, adjoint, *, weights, to_input):
+        calls.append(weights)
+        return pull_back(self, adjoint, weights=weights, to_input=to_input)
+
+    monkeypatch.setattr(HeldBlock, "pull_back", counting)
+    everything = measure_angles(model, [(inputs, labels)])
+    assert calls.count(True) == 15  # T (T + 1) / 2 pairs of readout and block
+    calls.clear()
+    some = measure_angles(model, [(inputs, labels)], windows=[sliding(5, 1)])
+    assert calls.count(True) == 9  # back-propagation's five, and one for each other block's own output
+    assert some.cosine(sliding(5, 1)) == pytest.approx(everything.cosine(sliding(5, 1)), abs=1e-15)
+    with pytest.raises(ValueError, match="is zero or was not measured"):
+        some.cosine(sliding(5, 2))
+
+
+def test_a_gradient_of_zero_has_no_angle():
+    model, inputs, labels = build_dense_chain([3, 4, 4])
+    with torch.no_grad():
+        model.readouts["2"].weight.zero_()
+    with pytest.raises(ValueError, match="gradient of back-propagation on batch 0 is zero"):
+        measure_angles(model, [(inputs, labels)]).horizon_cosines()
 
 
 def test_frozen_blocks_do_not_count():
@@ -101,7 +142,7 @@ def test_a_profile_needs_every_readout_a_batch_and_matching_windows():
     with pytest.raises(ValueError, match="the windows cover 4 blocks but the profile 5"):
         measure_angles(model, [(inputs, labels)]).cosine(sliding(4, 1))
     del model.readouts["2"]
-    with pytest.raises(ValueError, match=r"need a readout at every boundary; \[2\] have none"):
+    with pytest.raises(ValueError, match=r"need readouts at boundaries \[2\], which the model lacks"):
         measure_angles(model, [(inputs, labels)])
 
 

@@ -20,7 +20,7 @@ def test_saved_bytes_are_those_of_the_formula():
     """y = tanh(W x): W's gradient needs x, tanh's its output; parameters are not counted."""
     model = nn.Sequential(nn.Linear(3, 5), nn.Tanh())
     x = torch.randn(7, 3)
-    with SavedBytes(model) as saved:
+    with SavedBytes(model.parameters()) as saved:
         y = model(x)
         assert saved.live == (7 * 3 + 7 * 5) * 4
     y.sum().backward()
@@ -31,7 +31,7 @@ def test_saved_bytes_are_those_of_the_formula():
 def test_a_storage_saved_twice_counts_once_until_its_last_holder_is_gone():
     model = nn.Linear(4, 4)
     x = torch.randn(6, 4)
-    with SavedBytes(model) as saved:
+    with SavedBytes(model.parameters()) as saved:
         first, second = model(x), model(x.view(3, 2, 4))
     assert saved.live == 6 * 4 * 4
     del first
@@ -42,7 +42,7 @@ def test_a_storage_saved_twice_counts_once_until_its_last_holder_is_gone():
 
 def test_a_dropped_graph_is_released_without_a_backward_pass():
     model = nn.Sequential(nn.Linear(4, 4), nn.Softmax(dim=-1))  # softmax saves its own output
-    with SavedBytes(model) as saved:
+    with SavedBytes(model.parameters()) as saved:
         y = model(torch.randn(2, 4))
     assert saved.live > 0
     del y
@@ -51,7 +51,7 @@ def test_a_dropped_graph_is_released_without_a_backward_pass():
 
 def test_nothing_is_counted_after_the_context():
     model = nn.Linear(4, 4)
-    with SavedBytes(model) as saved:
+    with SavedBytes(model.parameters()) as saved:
         pass
     kept = model(torch.randn(2, 4))
     assert kept.requires_grad
@@ -65,17 +65,43 @@ def test_the_sweep_holds_exactly_h_blocks():
     model = Chain(blocks, mean_squared_error)
     inputs, labels = torch.randn(batch, width), torch.randn(batch, width)
     state = batch * width * 4
-    for h in range(1, T + 1):
-        # h + 1 states for h blocks, and the labels that the squared error keeps beside the prediction x(s).
-        assert peak_bytes(model, inputs, labels, sliding(T, h)) == (h + 1) * state + state
-    assert peak_bytes(model, inputs, labels, tumbling(T, 2)) == 4 * state
+    for h in range(1, T):
+        # The inputs of h blocks and the last one's output; the batch itself is not counted.
+        assert peak_bytes(model, inputs, labels, sliding(T, h)) == (h + 1) * state
+    assert peak_bytes(model, inputs, labels, backprop(T)) == T * state
+    assert peak_bytes(model, inputs, labels, tumbling(T, 2)) == 3 * state
+
+
+def test_weights_buffers_and_the_batch_are_not_counted():
+    model, inputs, labels = build_example("resnet_cifar", readout="project")
+    alone = peak_bytes(model, inputs, labels, forward_forward(6))
+    large = torch.cat([inputs, torch.zeros(500, *inputs.shape[1:])])[: len(inputs)]  # a view of a large storage
+    assert peak_bytes(model, large, labels, forward_forward(6)) == alone
+    with SavedBytes([*model.parameters(), inputs, labels]) as with_buffers:
+        loss = model.loss(model(inputs), labels)
+    with SavedBytes([*model.parameters(), *model.buffers(), inputs, labels]) as without:
+        loss = model.loss(model(inputs), labels)
+    # In training, batch norm keeps its running statistics' tensors for backward.
+    assert with_buffers.peak > without.peak
+    del loss
+
+
+def test_a_block_that_keeps_activations_is_named():
+    class Hoarder(nn.Linear):
+        def forward(self, state):
+            self.kept = super().forward(state).tanh()
+            return self.kept * 2
+
+    model = Chain([Hoarder(3, 3)], mean_squared_error)
+    with pytest.raises(ValueError, match="bytes are still held after the sweep: a block keeps activations of its own"):
+        peak_bytes(model, torch.randn(2, 3), torch.randn(2, 3), backprop(1))
 
 
 @pytest.mark.parametrize(
     ("model", "task", "readout"),
     [
         (ResMLP(num_blocks=15, width=10), REGRESSION, "pool"),
-        (ResMLP(num_blocks=15, width=10), Task("regression", (10,), 10), "local"),
+        (ResMLP(num_blocks=15, width=10), Task("regression", (10,), 10), "identity"),
         (GPT(num_blocks=8, width=32), TEXT, "shared"),
         (GPT(num_blocks=8, width=32), TEXT, "local"),
     ],
@@ -98,7 +124,7 @@ def test_horizon_one_on_a_16_block_gpt_holds_less_than_2_T_ths_of_backprop():
 
 def test_full_horizon_holds_what_plain_autograd_holds():
     model, inputs, labels = build_example("gpt")
-    with SavedBytes(model) as plain:
+    with SavedBytes([*model.parameters(), inputs, labels]) as plain:
         loss = model.loss(model(inputs), labels)
     assert peak_bytes(model, inputs, labels, backprop(5)) == plain.peak
     del loss

@@ -39,6 +39,12 @@ def test_the_figure_draws_the_measured_points_on_the_axes_it_names():
     assert "KiB" in right.get_ylabel()
 
 
+def test_the_reference_line_has_slope_three():
+    left, _ = build_report([0.9, 0.95, 0.99, 0.999, 1.0], [1] * 5).figure().axes
+    x, y = left.lines[1].get_xdata(), left.lines[1].get_ydata()
+    assert np.log(y[0] / y[-1]) / np.log(x[0] / x[-1]) == pytest.approx(3)
+
+
 @pytest.mark.parametrize("cosines", [[1.0], [1.0, 1.0]])
 def test_a_model_without_an_angle_still_has_a_figure(cosines, tmp_path):
     picture, _ = build_report(cosines, [10] * len(cosines)).write(tmp_path)

@@ -1,5 +1,6 @@
 """Configuration: files, overrides, and one clear line for whatever is wrong with them."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,21 @@ def test_later_files_override_earlier_ones(tmp_path):
     assert config.seed == 1
 
 
+def test_options_count_in_their_order_however_they_are_written(tmp_path):
+    first = write(tmp_path, "seed: 1\n")
+    second = tmp_path / "second.yaml"
+    second.write_text("seed: 2\n")
+    assert parse(f"--config={first}", "--config", str(second)).seed == 2
+    assert parse("--config", str(second), f"--config={first}", "--config", str(second)).seed == 2
+    assert parse("--model.name=gpt", "--model.name", "res_mlp").model == ResMLP()
+
+
+def test_a_family_that_does_not_exist_is_named_even_if_another_replaces_it(tmp_path):
+    path = write(tmp_path, "model: {name: gtp}\n")
+    with pytest.raises(ValueError, match="unknown model 'gtp'"):
+        parse("--config", path, "--model.name", "gpt")
+
+
 def test_a_family_named_on_the_command_line_replaces_the_files_section(tmp_path):
     path = write(tmp_path, "model: {name: res_mlp, width: 7}\ndata: {name: linear, dimension: 3}\n")
     assert parse("--config", path, "--data.name", "trigonometric").data == TrigonometricData()
@@ -51,10 +67,8 @@ def test_a_family_named_on_the_command_line_replaces_the_files_section(tmp_path)
 
 
 def test_a_config_survives_as_plain_values(tmp_path):
-    import yaml
-
     config = parse("--model.name", "res_mlp", "--data.name", "linear", "--angles.horizons", "[2]")
-    path = write(tmp_path, yaml.safe_dump({**config.as_dict(), "angles": {"horizons": [2]}}))
+    path = write(tmp_path, json.dumps(config.as_dict()))  # JSON is YAML
     assert parse("--config", path) == config
 
 
@@ -83,8 +97,17 @@ def test_every_shipped_config_is_valid(path):
         ("angles: {num_batches: 0}", r"angles\.num_batches 0 is out of range"),
         ("angles: {horizons: [0]}", r"horizon 0 sees no block ahead; use 1\.\.8"),
         ("angles: {horizons: [9]}", r"horizon 9 exceeds the 8 blocks of this model; use 1\.\.8"),
-        ("angles: {horizons: [two]}", r'"angles\.horizons".*two'),
+        ("angles: {horizons: [two]}", r"angles\.horizons must be of type .*two"),
         ("dtype: float16", r'"dtype".*float16'),
+        ("angles: {horizons: []}", r"angles\.horizons is empty"),
+        ("angles: {horizons: 3}", r"angles\.horizons must be of type .*, got 3; a list is written as \[1,2,4\]"),
+        ("readout: {kind: null}", r"readout\.kind may not be null"),
+        ("dtype: null", "dtype may not be null"),
+        ("data: {unit: null}", r"data\.unit may not be null"),
+        ("model: {name: [gpt]}", r"unknown model \['gpt'\]"),
+        ("seed: 1\nseed: 2", "key 'seed' is given twice"),
+        ("seed: 2001-99-99", "config.yaml cannot be read"),
+        ("[" * 5000, "config.yaml cannot be read"),
         ("- a\n- b", "holds a list; it must be a mapping"),
         ("model: {name: gpt", "config.yaml cannot be read"),
         ("model: !!python/object/apply:os.system ['true']", "config.yaml cannot be read"),
@@ -104,6 +127,12 @@ def test_what_is_wrong_with_a_file_is_said_in_one_line(tmp_path, text, message):
         (["--model.widht", "3"], "unknown option '--model.widht'; did you mean '--model.width'?"),
         (["--model.width=x"], r'"model\.width".*Expected a int.*x'),
         (["--batch_size"], "batch_size"),
+        (["--conf", "x.yaml"], "unknown option '--conf'; did you mean '--config'?"),
+        (["--config"], "--config: expected one argument"),
+        (["--config.x", "3"], r"unknown option '--config\.x'"),
+        (["--model", "x.yaml"], "unknown option '--model'; give a file by --config"),
+        (["--data=x.yaml"], "unknown option '--data=x.yaml'"),
+        (["configs/res_mlp.yaml"], "unexpected argument 'configs/res_mlp.yaml'; a config file is given by --config"),
     ],
 )
 def test_what_is_wrong_on_the_command_line_is_said_in_one_line(argv, message):

@@ -13,6 +13,7 @@ PACKAGE = ROOT / "mpc_dist"
 LAYERS = [
     {"validation", "task", "windows", "schedule"},
     {"readout", "models", "data", "gradient", "profile"},
+    {"runtime"},
     {"training"},
     {"report", "cli"},
 ]

@@ -25,11 +25,15 @@ class Work:
         for readout in self.layout.windows.readouts_crossing(segment):
             if self.is_relayed(segment, readout):
                 yield Action(Op.RELAY, segment, 0, readout)
-        if self.is_split:
+        if self.splits(segment):
             yield Action(Op.INPUT_HALF, segment, 0)
             yield Action(Op.WEIGHT_HALF, segment, 0)
         else:
             yield Action(Op.BACKWARD, segment, 0)
+
+    def splits(self, segment: int) -> bool:
+        """Whether the segment's backward is in two halves; the first segment's input needs no gradient."""
+        return self.is_split and segment > 0
 
     def goes_on(self, segment: int, readout: int) -> bool:
         """Whether the readout's adjoint must pass on below this segment."""
@@ -38,15 +42,15 @@ class Work:
     def is_relayed(self, segment: int, readout: int) -> bool:
         """Whether the adjoint crosses by a relay: not if the segment's own backward carries it.
 
-        A backward carries the adjoint of a segment's only target. The adjoints of several targets are summed before one
-        weight pass, and a sum cannot be told apart again, so each that goes on is relayed beside it.
+        A backward carries the adjoint of a segment's only target of weight 1. The adjoints of several targets are
+        weighted and summed before one weight pass, and a sum cannot be told apart again, so each that goes on is
+        relayed beside it.
         """
         return self.goes_on(segment, readout) and not self.is_carried(segment, readout)
 
     def is_carried(self, segment: int, readout: int) -> bool:
         """Whether the segment's backward is also what passes this readout's adjoint on."""
-        targets = self.layout.windows.targets[segment]
-        return len(targets) == 1 and targets[0][0] == readout and self.goes_on(segment, readout)
+        return self.layout.windows.targets[segment] == ((readout, 1.0),) and self.goes_on(segment, readout)
 
     def carried_readout(self, segment: int) -> int | None:
         """The readout whose adjoint the segment's backward passes on, if any."""
@@ -59,7 +63,7 @@ class Work:
             return Action(Op.FORWARD, segment, microbatch)
         above = segment + 1
         if self.is_carried(above, readout):
-            return Action(Op.INPUT_HALF if self.is_split else Op.BACKWARD, above, microbatch)
+            return Action(Op.INPUT_HALF if self.splits(above) else Op.BACKWARD, above, microbatch)
         return Action(Op.RELAY, above, microbatch, readout)
 
     def needs(self, action: Action) -> tuple[Action, ...]:

@@ -1,0 +1,208 @@
+"""Runs one rank's program: a dispatch table over its actions.
+
+There is no barrier between steps: a rank waits only in its receives. After a step every buffer is empty.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from mpc_dist.runtime.segment import Reading, Segment
+from mpc_dist.runtime.transport import Transport
+from mpc_dist.schedule.action import COMPUTE, RECEIVES, Action, Op, Program
+from mpc_dist.schedule.simulator import Interval
+from mpc_dist.schedule.work import Work
+
+
+@dataclass
+class StepRecord:
+    """What one step left on one rank."""
+
+    losses: dict[int, list[Tensor]] = field(default_factory=dict)
+    """By segment boundary: the loss of each micro-batch, in order of the program."""
+    timeline: list[Interval] = field(default_factory=list)
+    """Compute and update actions with their times, if they were recorded."""
+    most_in_flight: int = 0
+    """Most micro-batches whose activations were held at once."""
+
+
+class Executor:
+    """One rank's segments, buffers and program."""
+
+    def __init__(
+        self,
+        program: Program,
+        segments: Mapping[int, Segment],
+        transport: Transport,
+        work: Work,
+        *,
+        on_segment_done: Callable[[int], None],
+        on_update: Callable[[], None],
+        record_times: bool = False,
+    ) -> None:
+        self._program = program
+        self._receives = [action for action in program if action.op in RECEIVES]
+        self._segments = segments
+        self._transport = transport
+        self._work = work
+        self._on_segment_done = on_segment_done
+        self._on_update = on_update
+        self._record_times = record_times
+        self._targets = {s: dict(work.layout.windows.targets[s]) for s in segments}
+        self._handlers: dict[Op, Callable[[Action], None]] = {
+            Op.FORWARD: self._forward,
+            Op.RELAY: self._relay,
+            Op.BACKWARD: self._backward,
+            Op.INPUT_HALF: self._input_half,
+            Op.WEIGHT_HALF: self._weight_half,
+            Op.SEND_ACTIVATION: self._send_activation,
+            Op.SEND_ADJOINT: self._send_adjoint,
+            Op.RECEIVE_ACTIVATION: self._receive_activation,
+            Op.RECEIVE_ADJOINT: self._receive_adjoint,
+            Op.UPDATE: self._update,
+        }
+        self._place = 0
+        self._record = StepRecord()
+        self._inputs: Sequence[Tensor] = ()
+        self._labels: Sequence[Tensor] = ()
+        self._activations: dict[tuple[int, int], Tensor] = {}  # entering (segment, micro-batch)
+        self._adjoints: dict[tuple[int, int, int], Tensor] = {}  # at the output of (segment, micro-batch) of a readout
+        self._adjoint_uses: dict[tuple[int, int, int], int] = {}
+        self._outgoing: dict[Action, Tensor] = {}
+        self._backwards_left: dict[int, int] = {}
+
+    def start_step(self, inputs: Sequence[Tensor], labels: Sequence[Tensor]) -> None:
+        """Begin a step on these micro-batches; a rank uses what it needs of them."""
+        assert self._place == 0
+        self._record = StepRecord()
+        self._inputs, self._labels = inputs, labels
+        self._backwards_left = dict.fromkeys(self._segments, self._work.num_microbatches)
+        self._transport.expect(self._receives)
+
+    def run(self) -> StepRecord | None:
+        """Go on with the step; None if it has to wait for another rank of this process."""
+        program, handlers = self._program, self._handlers
+        while self._place < len(program):
+            action = program[self._place]
+            if action.op in RECEIVES and not self._transport.is_ready(action):
+                return None
+            if self._record_times and (action.op in COMPUTE or action.op is Op.UPDATE):
+                start = time.perf_counter()
+                handlers[action.op](action)
+                self._record.timeline.append(Interval(action, start, time.perf_counter()))
+            else:
+                handlers[action.op](action)
+            self._place += 1
+        self._place = 0
+        return self._record
+
+    @property
+    def place(self) -> int:
+        """How many actions of the step have been done."""
+        return self._place
+
+    def left_over(self) -> list[str]:
+        """What is still in a buffer; nothing after a step."""
+        buffers = {
+            "activations": [str(key) for key in self._activations],
+            "adjoints": [str(key) for key in self._adjoints],
+            "outgoing": [str(action) for action in self._outgoing],
+            "segments": [str(index) for index, segment in self._segments.items() if segment.in_flight],
+        }
+        return [f"{name}: {', '.join(keys)}" for name, keys in buffers.items() if keys]
+
+    def _forward(self, action: Action) -> None:
+        _, index, microbatch, _ = action
+        state = self._inputs[microbatch] if index == 0 else self._activations.pop((index, microbatch))
+        labels = self._labels[microbatch] if self._segments[index].readout is not None else None
+        output, reading = self._segments[index].forward(microbatch, state, labels)
+        held = frozenset().union(*(segment.in_flight for segment in self._segments.values()))
+        self._record.most_in_flight = max(self._record.most_in_flight, len(held))
+        if reading is not None:
+            self._keep_reading(index, microbatch, reading)
+        for send in self._work.messages_made(action):
+            self._outgoing[send] = output
+        if index + 1 in self._segments:
+            self._activations[index + 1, microbatch] = output
+
+    def _keep_reading(self, index: int, microbatch: int, reading: Reading) -> None:
+        self._record.losses.setdefault(index + 1, []).append(reading.loss)
+        self._keep_adjoint(index, microbatch, index + 1, reading.adjoint)
+
+    def _keep_adjoint(self, index: int, microbatch: int, readout: int, adjoint: Tensor) -> None:
+        uses = self._work.layout.windows.is_target(index, readout) + self._work.is_relayed(index, readout)
+        self._adjoints[index, microbatch, readout] = adjoint
+        self._adjoint_uses[index, microbatch, readout] = uses
+
+    def _use_adjoint(self, index: int, microbatch: int, readout: int) -> Tensor:
+        key = index, microbatch, readout
+        self._adjoint_uses[key] -= 1
+        if self._adjoint_uses[key]:
+            return self._adjoints[key]
+        del self._adjoint_uses[key]
+        return self._adjoints.pop(key)
+
+    def _pass_on(self, action: Action, readout: int, adjoint: Tensor) -> None:
+        """Hand an adjoint to the segment below, here or on another rank."""
+        if action.segment - 1 in self._segments:
+            self._keep_adjoint(action.segment - 1, action.microbatch, readout, adjoint)
+        else:
+            self._outgoing[Action(Op.SEND_ADJOINT, action.segment, action.microbatch, readout)] = adjoint
+
+    def _relay(self, action: Action) -> None:
+        _, index, microbatch, readout = action
+        below = self._segments[index].relay(microbatch, self._use_adjoint(index, microbatch, readout))
+        self._pass_on(action, readout, below)
+
+    def _target_adjoint(self, action: Action) -> Tensor:
+        """The weighted sum of the adjoints that the segment's weights learn from."""
+        total = None
+        for readout, weight in self._targets[action.segment].items():
+            adjoint = self._use_adjoint(action.segment, action.microbatch, readout)
+            weighted = adjoint if weight == 1 else adjoint * weight
+            total = weighted if total is None else total + weighted
+        assert total is not None
+        return total
+
+    def _backward(self, action: Action) -> None:
+        readout = self._work.carried_readout(action.segment)
+        below = self._segments[action.segment].backward(
+            action.microbatch, self._target_adjoint(action), to_input=readout is not None
+        )
+        if readout is not None:
+            assert below is not None
+            self._pass_on(action, readout, below)
+        self._count_backward(action.segment)
+
+    def _input_half(self, action: Action) -> None:
+        below = self._segments[action.segment].input_half(action.microbatch, self._target_adjoint(action))
+        readout = self._work.carried_readout(action.segment)
+        if readout is not None:
+            self._pass_on(action, readout, below)
+
+    def _weight_half(self, action: Action) -> None:
+        self._segments[action.segment].weight_half(action.microbatch)
+        self._count_backward(action.segment)
+
+    def _count_backward(self, index: int) -> None:
+        self._backwards_left[index] -= 1
+        if self._backwards_left[index] == 0:
+            self._on_segment_done(index)
+
+    def _send_activation(self, action: Action) -> None:
+        self._transport.send(action, self._outgoing.pop(action))
+
+    def _send_adjoint(self, action: Action) -> None:
+        self._transport.send(action, self._outgoing.pop(action))
+
+    def _receive_activation(self, action: Action) -> None:
+        self._activations[action.segment, action.microbatch] = self._transport.receive(action)
+
+    def _receive_adjoint(self, action: Action) -> None:
+        self._keep_adjoint(action.segment, action.microbatch, action.readout, self._transport.receive(action))
+
+    def _update(self, action: Action) -> None:  # noqa: ARG002
+        self._on_update()
+        self._transport.end_step()

@@ -1,0 +1,91 @@
+"""The whole pipeline in one process: every rank's stage, taking turns, with queues between them.
+
+It runs the same programs by the same executors as the distributed pipeline, and so is its test and its debugger.
+"""
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from mpc_dist.models.chain import Chain
+from mpc_dist.runtime.executor import StepRecord
+from mpc_dist.runtime.microbatch import split_batch
+from mpc_dist.runtime.stage import OptimizerFactory, Score, Stage, StageOptions
+from mpc_dist.runtime.transport import connect_in_memory
+from mpc_dist.schedule import Layout, Schedule, validate
+
+
+class InProcessPipeline:
+    """All stages of a chain in this process."""
+
+    def __init__(
+        self,
+        chain: Chain,
+        layout: Layout,
+        schedule: Schedule,
+        *,
+        optimizer: OptimizerFactory,
+        options: StageOptions | None = None,
+    ) -> None:
+        validate(schedule, layout)
+        self.layout = layout
+        self.schedule = schedule
+        transports = connect_in_memory(layout.num_ranks)
+        self.stages = [
+            Stage(
+                layout,
+                schedule,
+                rank,
+                blocks={block: chain.blocks[block] for block in layout.stage_blocks(rank)},
+                readouts=readouts_of(chain, layout, rank),
+                loss=chain.loss,
+                transport=transports[rank],
+                optimizer=optimizer,
+                options=options or StageOptions(),
+                sum_over_stages=None,
+            )
+            for rank in range(layout.num_ranks)
+        ]
+
+    def step(self, inputs: Tensor, labels: Tensor) -> list[StepRecord]:
+        """One optimizer step on a batch; a record per rank."""
+        parts = split_batch(inputs, labels, self.schedule.num_microbatches)
+        for stage in self.stages:
+            stage.start_step(*parts)
+        records: dict[int, StepRecord] = {}
+        while len(records) < len(self.stages):
+            before = len(records)
+            progressed = False
+            for rank, stage in enumerate(self.stages):
+                if rank not in records:
+                    place = stage.executor.place
+                    record = stage.run()
+                    progressed |= stage.executor.place != place
+                    if record is not None:
+                        records[rank] = record
+            assert progressed or len(records) > before, "the stages wait for each other"
+        return [records[rank] for rank in range(len(self.stages))]
+
+    def evaluate(self, inputs: Tensor, labels: Tensor) -> dict[int, Score]:
+        """Loss and accuracy at every readout, by boundary."""
+        parts = split_batch(inputs, labels, self.schedule.num_microbatches)
+        scores: dict[int, Score] = {}
+        waiting: list[Iterator[dict[int, Score] | None]] = [stage.evaluate(*parts) for stage in self.stages]
+        while waiting:
+            still = []
+            for passing in waiting:
+                found = next(passing)
+                if found is None:
+                    still.append(passing)
+                else:
+                    scores |= found
+            waiting = still
+        return dict(sorted(scores.items()))
+
+
+def readouts_of(chain: Chain, layout: Layout, rank: int) -> dict[int, nn.Module]:
+    """The readouts of a chain that a rank's segments end in, by boundary."""
+    boundaries = [
+        layout.blocks[segment].stop for segment in layout.segments[rank] if segment + 1 in layout.windows.readouts
+    ]
+    return {boundary: chain.readouts[str(boundary)] for boundary in boundaries}

@@ -1,0 +1,107 @@
+"""Which rank does what: pipeline stages x data-parallel replicas. The only reader of the launcher's environment.
+
+Replicas of a stage are neighbours in rank: rank = stage * num_replicas + replica. So on a host with several GPUs, the
+all-reduces of a stage stay on the host, and only activations cross between hosts.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+PIPELINE, DATA = "pipeline", "data"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the launcher says of this process."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "Launch":
+        """As set by torchrun, accelerate and deepspeed; a single process without them."""
+        defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        try:
+            rank, world_size, local_rank = (int(environment.get(name, given)) for name, given in defaults.items())
+        except ValueError as error:
+            raise ValueError(f"RANK, WORLD_SIZE and LOCAL_RANK must be whole numbers ({error})") from error
+        return cls(rank, world_size, local_rank)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This rank's place and its groups."""
+
+    stage: int
+    num_stages: int
+    replica: int
+    num_replicas: int
+    device: torch.device
+    ranks_of_stages: tuple[int, ...]
+    """The global ranks of this replica's stages, in order."""
+    downward: dist.ProcessGroup | None = None
+    """Carries activations of this replica; None in a single process."""
+    upward: dist.ProcessGroup | None = None
+    """Carries adjoints of this replica."""
+    stages: dist.ProcessGroup | None = None
+    """All stages of this replica, for what concerns them all."""
+    replicas: dist.ProcessGroup | None = None
+    """All replicas of this stage; None if there is one."""
+
+
+def check_world(launch: Launch, *, num_stages: int, num_replicas: int) -> None:
+    """Raise unless the launcher started as many processes as the configuration needs."""
+    needed = num_stages * num_replicas
+    if launch.world_size != needed:
+        raise ValueError(
+            f"{launch.world_size} processes were started, but {num_stages} stages x {num_replicas} replicas need "
+            f"{needed}; start {needed} (torchrun --nproc-per-node), or set parallel.stages and parallel.replicas to match"
+        )
+
+
+def build_mesh(
+    launch: Launch, *, num_stages: int, num_replicas: int = 1, device_type: str = "cpu", timeout: timedelta
+) -> Mesh:
+    """Join the process group, if there is more than one process, and find this rank's place in it."""
+    check_world(launch, num_stages=num_stages, num_replicas=num_replicas)
+    device = torch.device(device_type, launch.local_rank) if device_type == "cuda" else torch.device(device_type)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if launch.world_size == 1:
+        return Mesh(0, 1, 0, 1, device, (0,))
+    if not dist.is_initialized():
+        dist.init_process_group(backend="nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+    mesh: DeviceMesh = init_device_mesh(device_type, (num_stages, num_replicas), mesh_dim_names=(PIPELINE, DATA))
+    stage, replica = divmod(launch.rank, num_replicas)
+    # Every process makes every group, in the same order, as torch requires.
+    directions = {}
+    for name in ("downward", "upward"):
+        for other in range(num_replicas):
+            group = dist.new_group([s * num_replicas + other for s in range(num_stages)], timeout=timeout)
+            if other == replica:
+                directions[name] = group
+    return Mesh(
+        stage,
+        num_stages,
+        replica,
+        num_replicas,
+        device,
+        tuple(s * num_replicas + replica for s in range(num_stages)),
+        downward=directions["downward"],
+        upward=directions["upward"],
+        stages=mesh.get_group(PIPELINE),
+        replicas=mesh.get_group(DATA) if num_replicas > 1 else None,
+    )
+
+
+def leave() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

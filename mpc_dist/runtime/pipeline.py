@@ -1,0 +1,241 @@
+"""The pipeline as a training loop sees it: the same call on every rank, one step at a time."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mpc_dist.profile.unchanged import unchanged
+from mpc_dist.readout import Identity, Loss
+from mpc_dist.runtime.executor import StepRecord
+from mpc_dist.runtime.mesh import Launch, Mesh, build_mesh, leave
+from mpc_dist.runtime.microbatch import split_batch
+from mpc_dist.runtime.reducer import AllReduceReducer
+from mpc_dist.runtime.stage import OptimizerFactory, Score, Stage, StageOptions
+from mpc_dist.runtime.transport import ACTIVATIONS, ADJOINTS, Channel, DistributedTransport, connect_in_memory
+from mpc_dist.schedule import Costs, Layout, build_schedule, lay_out, split_evenly, validate
+from mpc_dist.windows import Windows, expand, sliding
+
+DEFAULT_TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step gave on this rank."""
+
+    losses: dict[int, float]
+    """Mean loss at each boundary that this rank reads."""
+    record: StepRecord
+
+
+class Pipeline:
+    """This rank's stage of a pipeline, connected to its neighbours.
+
+    `build_block(t)` and `build_readout(s)` are called for this rank's own blocks and readouts only.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        layout: Layout,
+        *,
+        build_block: Callable[[int], nn.Module],
+        build_readout: Callable[[int], nn.Module],
+        loss: Loss,
+        optimizer: OptimizerFactory,
+        num_microbatches: int = 1,
+        split: bool = False,
+        cap: int | None = None,
+        costs: Costs | None = None,
+        options: StageOptions | None = None,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+    ) -> None:
+        if layout.num_ranks != mesh.num_stages:
+            raise ValueError(
+                f"the layout has {layout.num_ranks} stages but the mesh {mesh.num_stages}; make them agree"
+            )
+        self.mesh = mesh
+        self.layout = layout
+        self.schedule = build_schedule(layout, num_microbatches, split=split, cap=cap, costs=costs)
+        validate(self.schedule, layout)
+        self._timeout = timeout
+        own = layout.segments[mesh.stage]
+        boundaries = [layout.blocks[segment].stop for segment in own if segment + 1 in layout.windows.readouts]
+        self._blocks = {t: build_block(t).to(mesh.device) for t in layout.stage_blocks(mesh.stage)}
+        self._readouts = {s: build_readout(s).to(mesh.device) for s in boundaries}
+        self._loss = loss
+        self._optimizer = optimizer
+        self._options = options or StageOptions()
+        self._stage: Stage | None = None
+        self._transport: DistributedTransport | None = None
+
+    @property
+    def stage(self) -> Stage:
+        """This rank's stage; there is one once a first batch has shown the shapes."""
+        assert self._stage is not None, "run a step first"
+        return self._stage
+
+    def named_parameters(self) -> Mapping[str, nn.Parameter]:
+        """This rank's parameters by their names in the whole chain."""
+        parts = (("blocks", self._blocks), ("readouts", self._readouts))
+        return {
+            f"{kind}.{index}.{name}": parameter
+            for kind, modules in parts
+            for index, module in modules.items()
+            for name, parameter in module.named_parameters()
+        }
+
+    def step(self, inputs: Tensor, labels: Tensor) -> StepResult:
+        """One optimizer step. Every stage of a replica gives the same batch and uses what it needs of it."""
+        parts = self._prepare(inputs, labels)
+        self.stage.start_step(*parts)
+        record = self.stage.run()
+        assert record is not None
+        boundary_of = {
+            segment + 1: self.layout.blocks[segment].stop for segment in self.layout.segments[self.mesh.stage]
+        }
+        losses = {boundary_of[s]: float(torch.stack(values).mean()) for s, values in record.losses.items()}
+        return StepResult(losses, record)
+
+    def evaluate(self, inputs: Tensor, labels: Tensor) -> dict[int, Score]:
+        """Loss and accuracy at every readout of this rank, by boundary, without training."""
+        parts = self._prepare(inputs, labels)
+        *_, scores = self.stage.evaluate(*parts)
+        assert scores is not None
+        return scores
+
+    def close(self) -> None:
+        """Wait until the neighbours have taken what was sent."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def __enter__(self) -> "Pipeline":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # After an error the neighbours may be gone: nothing to wait for.
+        if kind is None:
+            self.close()
+        leave()
+
+    def _prepare(self, inputs: Tensor, labels: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        parts = split_batch(inputs.to(self.mesh.device), labels.to(self.mesh.device), self.schedule.num_microbatches)
+        if self._stage is None:
+            self._stage = self._connect(parts[0][0])
+        return parts
+
+    def _connect(self, sample: Tensor) -> Stage:
+        """Agree on the shapes of messages by passing one micro-batch's shapes down the pipe, and build the stage."""
+        mesh = self.mesh
+        if mesh.num_stages == 1:
+            (transport,) = connect_in_memory(1)
+            return self._build_stage(transport)
+        assert mesh.downward is not None
+        assert mesh.upward is not None
+        before = mesh.ranks_of_stages[mesh.stage - 1] if mesh.stage else None
+        after = mesh.ranks_of_stages[mesh.stage + 1] if mesh.stage + 1 < mesh.num_stages else None
+        channels: dict[tuple[str, str], Channel] = {}
+        if before is not None:
+            shape, dtype = _receive_header(before, mesh.downward, mesh.device)
+            sample = torch.zeros(shape, dtype=dtype, device=mesh.device)
+            for direction, kind, group in (("receive", ACTIVATIONS, mesh.downward), ("send", ADJOINTS, mesh.upward)):
+                channels[direction, kind] = Channel(before, group, sample.shape, sample.dtype, mesh.device)
+        self._transport = DistributedTransport(channels, rank=mesh.ranks_of_stages[mesh.stage], timeout=self._timeout)
+        stage = self._build_stage(self._transport)
+        if after is not None:
+            output = _probe(stage, sample)
+            _send_header(output, after, mesh.downward)
+            for direction, kind, group in (("send", ACTIVATIONS, mesh.downward), ("receive", ADJOINTS, mesh.upward)):
+                channels[direction, kind] = Channel(after, group, output.shape, output.dtype, mesh.device)
+        return stage
+
+    def _build_stage(self, transport: object) -> Stage:
+        mesh = self.mesh
+
+        def sum_over_stages(value: Tensor) -> None:
+            dist.all_reduce(value, group=mesh.stages)
+
+        return Stage(
+            self.layout,
+            self.schedule,
+            mesh.stage,
+            blocks=self._blocks,
+            readouts=self._readouts,
+            loss=self._loss,
+            transport=transport,  # type: ignore[arg-type]
+            optimizer=self._optimizer,
+            options=self._options,
+            reducer=AllReduceReducer(mesh.replicas) if mesh.replicas is not None else None,
+            sum_over_stages=sum_over_stages if mesh.stages is not None else None,
+            replica=mesh.replica,
+        )
+
+
+def build_pipeline(
+    blocks: Sequence[nn.Module],
+    loss: Loss,
+    *,
+    horizon: int | Windows,
+    optimizer: OptimizerFactory,
+    num_microbatches: int = 1,
+    readouts: Mapping[int, nn.Module] | None = None,
+    partition: Sequence[int] | None = None,
+    split: bool = False,
+    options: StageOptions | None = None,
+    device: str | None = None,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+) -> Pipeline:
+    """A pipeline of these blocks over all processes that the launcher started, one stage each.
+
+    `horizon` is a number of stages, or any windows over the blocks. Without readouts the state is the prediction.
+    """
+    launch = Launch.from_environment()
+    sizes = tuple(partition) if partition is not None else split_evenly(len(blocks), launch.world_size)
+    windows = horizon if isinstance(horizon, Windows) else expand(sliding(len(sizes), horizon), sizes)
+    layout = lay_out(windows, sizes)
+    device_type = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    mesh = build_mesh(launch, num_stages=len(sizes), device_type=device_type, timeout=timeout)
+    return Pipeline(
+        mesh,
+        layout,
+        build_block=lambda t: blocks[t],
+        build_readout=lambda s: Identity() if readouts is None else readouts[s],
+        loss=loss,
+        optimizer=optimizer,
+        num_microbatches=num_microbatches,
+        split=split,
+        options=options,
+        timeout=timeout,
+    )
+
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32)
+_MOST_DIMENSIONS = 8
+
+
+def _send_header(tensor: Tensor, peer: int, group: dist.ProcessGroup) -> None:
+    if tensor.ndim > _MOST_DIMENSIONS or tensor.dtype not in _DTYPES:
+        raise ValueError(f"a stage may not pass on {tensor.ndim} dimensions of {tensor.dtype}")
+    sizes = [*tensor.shape, *[0] * (_MOST_DIMENSIONS - tensor.ndim)]
+    header = torch.tensor([_DTYPES.index(tensor.dtype), tensor.ndim, *sizes], device=tensor.device)
+    dist.send(header, dst=peer, group=group)
+
+
+def _receive_header(peer: int, group: dist.ProcessGroup, device: torch.device) -> tuple[tuple[int, ...], torch.dtype]:
+    header = torch.zeros(2 + _MOST_DIMENSIONS, dtype=torch.int64, device=device)
+    dist.recv(header, src=peer, group=group)
+    dtype, num_dimensions, *sizes = header.tolist()
+    return tuple(sizes[:num_dimensions]), _DTYPES[dtype]
+
+
+def _probe(stage: Stage, sample: Tensor) -> Tensor:
+    """What the stage's blocks make of a micro-batch, leaving them as they were."""
+    modules = nn.ModuleList(stage.blocks.values())
+    with unchanged(modules), torch.no_grad():
+        state = sample
+        for segment in stage.segments.values():
+            state = segment.run_blocks(0, state)
+    return state

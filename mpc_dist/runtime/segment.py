@@ -1,0 +1,145 @@
+"""A segment's blocks at work: forward, relay, backward whole or in halves, for several micro-batches in flight.
+
+Each micro-batch has a graph of its own, from a detached input; it is freed after the last adjoint that crosses it.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mpc_dist.gradient import run_block
+from mpc_dist.readout import Loss
+from mpc_dist.runtime.split import WeightHalf, run_input_half
+
+Scope = Callable[[int, int], AbstractContextManager[object]]
+"""(block, micro-batch) -> the context in which that block runs forward: its random numbers, its precision."""
+
+
+@dataclass
+class _InFlight:
+    """A micro-batch that was run forward and still has adjoints to come."""
+
+    source: Tensor
+    output: Tensor
+    uses_left: int
+    weight_half: WeightHalf | None = None
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the readout at a segment's end gave for one micro-batch."""
+
+    loss: Tensor
+    """Detached, not divided by the number of micro-batches."""
+    adjoint: Tensor
+    """dL/dx at the segment's output, divided by the number of micro-batches."""
+
+
+@dataclass
+class Segment:
+    """Consecutive blocks that share their windows, on one rank."""
+
+    blocks: Sequence[nn.Module]
+    first_block: int
+    """The index of the first of them in the chain."""
+    readout: nn.Module | None
+    """What reads a loss at the segment's end, if anything does."""
+    loss: Loss
+    num_uses: int
+    """How many relays and backwards cross it per micro-batch."""
+    num_microbatches: int
+    scope: Scope = field(default=lambda _block, _microbatch: nullcontext())
+    is_checkpointed: bool = False
+    """Whether each block keeps only its input and runs again in backward."""
+
+    def __post_init__(self) -> None:
+        self._in_flight: dict[int, _InFlight] = {}
+        self._parameters = [p for block in self.blocks for p in block.parameters() if p.requires_grad]
+
+    @property
+    def in_flight(self) -> frozenset[int]:
+        """The micro-batches whose activations are held."""
+        return frozenset(self._in_flight)
+
+    def forward(self, microbatch: int, state: Tensor, labels: Tensor | None) -> tuple[Tensor, Reading | None]:
+        """Run the blocks, and read the loss if the segment's end has a readout; the output is detached."""
+        source = state.detach().requires_grad_(state.is_floating_point())
+        output = self.run_blocks(microbatch, source)
+        self._in_flight[microbatch] = _InFlight(source, output, self.num_uses)
+        reading = None
+        if self.readout is not None:
+            assert labels is not None
+            reading = self._read(microbatch, output.detach(), labels)
+        return output.detach(), reading
+
+    def run_blocks(self, microbatch: int, state: Tensor) -> Tensor:
+        """The blocks' output, with its graph if gradients are enabled."""
+        for index, block in enumerate(self.blocks, start=self.first_block):
+            with self.scope(index, microbatch):
+                if self.is_checkpointed and torch.is_grad_enabled():
+                    state = checkpoint(block, state, use_reentrant=False)
+                else:
+                    state = run_block(block, state)
+        return state
+
+    def _read(self, microbatch: int, state: Tensor, labels: Tensor) -> Reading:
+        assert self.readout is not None
+        leaf = state.requires_grad_()
+        loss = self.loss(self.predict(microbatch, leaf), labels)
+        weights = [parameter for parameter in self.readout.parameters() if parameter.requires_grad]
+        torch.autograd.backward(loss / self.num_microbatches, inputs=[leaf, *weights])
+        assert leaf.grad is not None
+        return Reading(loss.detach(), leaf.grad)
+
+    def predict(self, microbatch: int, state: Tensor) -> Tensor:
+        """What the readout makes of the segment's output."""
+        assert self.readout is not None
+        # In the scope of its boundary, negated so that it is no block's.
+        with self.scope(-(self.first_block + len(self.blocks)), microbatch):
+            prediction: Tensor = self.readout(state)
+        return prediction
+
+    def relay(self, microbatch: int, adjoint: Tensor) -> Tensor:
+        """The adjoint at the input; weights are not touched."""
+        flight = self._in_flight[microbatch]
+        retain = flight.uses_left > 1
+        (below,) = torch.autograd.grad(
+            flight.output, flight.source, adjoint, retain_graph=retain, allow_unused=True, materialize_grads=True
+        )
+        self._use(microbatch)
+        return below
+
+    def backward(self, microbatch: int, adjoint: Tensor, *, to_input: bool) -> Tensor | None:
+        """Add the weight gradients to `.grad`; the adjoint at the input if asked for."""
+        flight = self._in_flight[microbatch]
+        sources = [*self._parameters, *([flight.source] if to_input else [])]
+        if flight.output.requires_grad and sources:
+            torch.autograd.backward(flight.output, adjoint, inputs=sources, retain_graph=flight.uses_left > 1)
+        below, flight.source.grad = flight.source.grad, None
+        if to_input and below is None:
+            below = torch.zeros_like(flight.source)
+        self._use(microbatch)
+        return below
+
+    def input_half(self, microbatch: int, adjoint: Tensor) -> Tensor:
+        """The adjoint at the input; what the weight half needs is kept."""
+        flight = self._in_flight[microbatch]
+        below, flight.weight_half = run_input_half(flight.output, adjoint, flight.source, self._parameters)
+        return below
+
+    def weight_half(self, microbatch: int) -> None:
+        """Add the weight gradients of the input half to `.grad`."""
+        half = self._in_flight[microbatch].weight_half
+        assert half is not None, "the input half comes first"
+        half.run()
+        self._use(microbatch)
+
+    def _use(self, microbatch: int) -> None:
+        flight = self._in_flight[microbatch]
+        flight.uses_left -= 1
+        if flight.uses_left == 0:
+            del self._in_flight[microbatch]

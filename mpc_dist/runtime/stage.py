@@ -1,0 +1,247 @@
+"""One rank's stage: its blocks and readouts, its executor, its optimizer."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from mpc_dist.readout import Loss
+from mpc_dist.runtime.executor import Executor, StepRecord
+from mpc_dist.runtime.randomness import Randomness, has_dropout
+from mpc_dist.runtime.segment import Scope, Segment
+from mpc_dist.runtime.transport import Transport
+from mpc_dist.schedule import Layout, Schedule
+from mpc_dist.schedule.action import Action, Op
+from mpc_dist.schedule.work import Work
+
+OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+class Reducer(Protocol):
+    """Averages a stage's gradients over its data-parallel replicas."""
+
+    def start(self, parameters: Sequence[nn.Parameter]) -> None:
+        """These gradients are complete on this replica."""
+
+    def finish(self) -> None:
+        """Every started gradient is now the replicas' average."""
+
+
+@dataclass(frozen=True)
+class StageOptions:
+    """How a stage computes."""
+
+    clip_norm: float | None = None
+    """Gradients are scaled down to this norm; None: never."""
+    clip_scope: Literal["stage", "global"] = "stage"
+    """Whose norm it is. `global` makes every rank wait for all others at each update."""
+    autocast: bool = False
+    """Whether forwards run in bfloat16 where torch deems it safe."""
+    checkpoint: bool = False
+    """Whether each block keeps only its input and runs again in backward."""
+    seed: int = 0
+    """What dropout is drawn from."""
+    record_times: bool = False
+    """Whether every step records when each action ran."""
+
+
+class Stage:
+    """The part of a pipeline that one rank owns."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        schedule: Schedule,
+        rank: int,
+        *,
+        blocks: Mapping[int, nn.Module],
+        readouts: Mapping[int, nn.Module],
+        loss: Loss,
+        transport: Transport,
+        optimizer: OptimizerFactory,
+        options: StageOptions,
+        reducer: Reducer | None = None,
+        sum_over_stages: Callable[[Tensor], None] | None = None,
+        replica: int = 0,
+    ) -> None:
+        """`blocks` and `readouts` are this rank's, by their index and boundary in the chain."""
+        self.layout = layout
+        self.schedule = schedule
+        self.rank = rank
+        self.blocks = dict(blocks)
+        self.readouts = dict(readouts)
+        self.randomness = Randomness(options.seed, replica)
+        self._options = options
+        self._transport = transport
+        self._reducer = reducer
+        self._sum_over_stages = sum_over_stages
+        self.parameters = [p for _, p in self.named_parameters() if p.requires_grad]
+        self.optimizer = optimizer(self.parameters) if self.parameters else None
+        work = Work(layout, schedule.num_microbatches, schedule.is_split)
+        scope = self._scope()
+        self.segments = {index: self._build_segment(index, work, loss, scope) for index in layout.segments[rank]}
+        self.executor = Executor(
+            schedule.programs[rank],
+            self.segments,
+            transport,
+            work,
+            on_segment_done=self._reduce,
+            on_update=self._update,
+            record_times=options.record_times,
+        )
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters by their names in the whole chain."""
+        for kind, modules in (("blocks", self.blocks), ("readouts", self.readouts)):
+            for index, module in modules.items():
+                for name, parameter in module.named_parameters():
+                    yield f"{kind}.{index}.{name}", parameter
+
+    def train(self, mode: bool = True) -> None:
+        """Put every module into training or evaluation mode."""
+        for module in (*self.blocks.values(), *self.readouts.values()):
+            module.train(mode)
+
+    def start_step(self, inputs: Sequence[Tensor], labels: Sequence[Tensor]) -> None:
+        """Begin a step on these micro-batches."""
+        self.executor.start_step(inputs, labels)
+
+    def run(self) -> StepRecord | None:
+        """Go on with the step; None if it waits for another rank of this process."""
+        return self.executor.run()
+
+    def evaluate(self, inputs: Sequence[Tensor], labels: Sequence[Tensor]) -> Iterator[dict[int, "Score"] | None]:
+        """A forward-only pass that scores every readout of this rank.
+
+        Yields None while it waits, the scores at the end. Interior readouts are early exits: free but for themselves.
+        """
+        own = self.layout.segments[self.rank]
+        first, last = own[0], own[-1]
+        receives = [Action(Op.RECEIVE_ACTIVATION, first, m) for m in range(len(inputs))] if first else []
+        self._transport.expect(receives)
+        scores = {boundary: Score() for boundary in self.readouts}
+        self.train(False)
+        for microbatch in range(len(inputs)):
+            state = inputs[microbatch]
+            if receives:
+                while not self._transport.is_ready(receives[microbatch]):
+                    yield None
+                state = self._transport.receive(receives[microbatch])
+            with torch.no_grad():
+                for index in own:
+                    segment = self.segments[index]
+                    state = segment.run_blocks(microbatch, state)
+                    if segment.readout is not None:
+                        prediction = segment.predict(microbatch, state)
+                        boundary = self.layout.blocks[index].stop
+                        scores[boundary] = scores[boundary].add(prediction, labels[microbatch], segment.loss)
+            if last + 1 < self.layout.num_segments:
+                self._transport.send(Action(Op.SEND_ACTIVATION, last, microbatch), state)
+        self._transport.end_step()
+        self.train(True)
+        yield scores
+
+    def _scope(self) -> Scope:
+        device = next((p.device for p in self.parameters), torch.device("cpu"))
+        # The readout after block b has the number -(b + 1): see Segment.
+        is_random = {index: has_dropout(block) for index, block in self.blocks.items()}
+        is_random |= {-boundary: has_dropout(readout) for boundary, readout in self.readouts.items()}
+        random_scope = self.randomness.scope(is_random, device)
+        if not self._options.autocast:
+            return random_scope
+
+        @contextmanager
+        def enter(block: int, microbatch: int) -> Iterator[None]:
+            with ExitStack() as stack:
+                contexts: list[AbstractContextManager[object]] = [
+                    random_scope(block, microbatch),
+                    torch.autocast(device.type, dtype=torch.bfloat16),
+                ]
+                for context in contexts:
+                    stack.enter_context(context)
+                yield
+
+        return enter
+
+    def _build_segment(self, index: int, work: Work, loss: Loss, scope: Scope) -> Segment:
+        blocks = self.layout.blocks[index]
+        is_read = index + 1 in self.layout.windows.readouts
+        relays = sum(work.is_relayed(index, readout) for readout in self.layout.windows.readouts_crossing(index))
+        return Segment(
+            [self.blocks[block] for block in blocks],
+            blocks.start,
+            self.readouts[blocks.stop] if is_read else None,
+            loss,
+            num_uses=relays + 1,
+            num_microbatches=self.schedule.num_microbatches,
+            scope=scope,
+            is_checkpointed=self._options.checkpoint,
+        )
+
+    def _reduce(self, index: int) -> None:
+        """A segment's gradients of this step are complete: let them travel while other work goes on."""
+        if self._reducer is not None:
+            segment = self.segments[index]
+            modules = [*segment.blocks, *([] if segment.readout is None else [segment.readout])]
+            self._reducer.start([p for module in modules for p in module.parameters() if p.requires_grad])
+
+    def _update(self) -> None:
+        if self._reducer is not None:
+            self._reducer.finish()
+        if self._options.clip_norm is not None:
+            self._clip(self._options.clip_norm)
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        self.randomness.step += 1
+
+    def _clip(self, max_norm: float) -> None:
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        if self._options.clip_scope == "stage" or self._sum_over_stages is None:
+            torch.nn.utils.clip_grad_norm_(self.parameters, max_norm)
+            return
+        squares = torch.stack([gradient.float().square().sum() for gradient in gradients]).sum()
+        self._sum_over_stages(squares)
+        torch.nn.utils.clip_grads_with_norm_(self.parameters, max_norm, squares.sqrt())
+
+
+@dataclass(frozen=True)
+class Score:
+    """Loss and accuracy at one readout, summed over micro-batches."""
+
+    total_loss: float = 0.0
+    num_correct: int = 0
+    num_labels: int = 0
+    num_batches: int = 0
+
+    def add(self, prediction: Tensor, labels: Tensor, loss: Loss) -> "Score":
+        """With another micro-batch."""
+        is_classes = not labels.is_floating_point()
+        correct = int((prediction.argmax(-1) == labels).sum()) if is_classes else 0
+        return Score(
+            self.total_loss + float(loss(prediction, labels)),
+            self.num_correct + correct,
+            self.num_labels + (labels.numel() if is_classes else 0),
+            self.num_batches + 1,
+        )
+
+    def __add__(self, other: "Score") -> "Score":
+        return Score(
+            self.total_loss + other.total_loss,
+            self.num_correct + other.num_correct,
+            self.num_labels + other.num_labels,
+            self.num_batches + other.num_batches,
+        )
+
+    @property
+    def loss(self) -> float:
+        """The mean over micro-batches."""
+        return self.total_loss / max(self.num_batches, 1)
+
+    @property
+    def accuracy(self) -> float | None:
+        """The share of right classes; None for regression."""
+        return self.num_correct / self.num_labels if self.num_labels else None

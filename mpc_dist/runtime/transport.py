@@ -1,0 +1,223 @@
+"""Moves tensors between neighbouring ranks: the only caller of torch's point-to-point operations.
+
+There is one channel per direction and pair of neighbours. Messages have no tags and are matched by order, so a
+channel's receives come in the order of its sends: both are read off one schedule.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mpc_dist.schedule.action import Action
+
+ACTIVATIONS, ADJOINTS = "activations", "adjoints"
+
+
+class PeerError(RuntimeError):
+    """A neighbour did not answer in time, or answered with something else."""
+
+
+class Transport(Protocol):
+    """What an executor needs to exchange tensors with its neighbours."""
+
+    def expect(self, receives: Iterable[Action]) -> None:
+        """Say which receives this step has, in order, so that they can be posted ahead."""
+
+    def send(self, action: Action, tensor: Tensor) -> None:
+        """Send without waiting."""
+
+    def is_ready(self, action: Action) -> bool:
+        """Whether receiving would succeed, or at least wait for no one in this thread."""
+
+    def receive(self, action: Action) -> Tensor:
+        """The next message of the action's channel; waits for it."""
+
+    def end_step(self) -> None:
+        """Let go of what is no longer needed."""
+
+
+@dataclass
+class InMemoryTransport:
+    """Queues between the ranks of one process."""
+
+    rank: int
+    queues: dict[tuple[int, int, str], deque[tuple[Action, Tensor]]]
+    """By (sender, receiver, kind); shared by all ranks."""
+
+    def expect(self, receives: Iterable[Action]) -> None:
+        """Nothing to post."""
+
+    def send(self, action: Action, tensor: Tensor) -> None:
+        """Put a copy into the queue: the sender may change its tensor afterwards."""
+        down = kind_of(action) == ACTIVATIONS
+        key = self.rank, self.rank + (1 if down else -1), kind_of(action)
+        self.queues.setdefault(key, deque()).append((action, tensor.clone()))
+
+    def _queue(self, action: Action) -> deque[tuple[Action, Tensor]]:
+        sender = self.rank + (-1 if kind_of(action) == ACTIVATIONS else 1)
+        return self.queues.setdefault((sender, self.rank, kind_of(action)), deque())
+
+    def is_ready(self, action: Action) -> bool:
+        """Whether the message is there."""
+        return bool(self._queue(action))
+
+    def receive(self, action: Action) -> Tensor:
+        """Take the message."""
+        return self._queue(action).popleft()[1]
+
+    def end_step(self) -> None:
+        """Nothing to let go of."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """A tensor under way, kept alive until it has arrived."""
+
+    action: Action
+    tensor: Tensor
+    work: dist.Work
+    step: int
+
+
+@dataclass
+class Channel:
+    """One direction between this rank and a neighbour."""
+
+    peer: int
+    """The neighbour's global rank."""
+    group: dist.ProcessGroup
+    """Each direction has a communicator of its own: NCCL would otherwise serialise the two."""
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    expected: deque[Action] = field(default_factory=deque)
+    posted: deque[Message] = field(default_factory=deque)
+    sent: deque[Message] = field(default_factory=deque)
+
+
+class DistributedTransport:
+    """Point-to-point messages of torch.distributed; sends are asynchronous, receives are posted ahead."""
+
+    POSTED_AHEAD = 2
+
+    def __init__(self, channels: dict[tuple[str, str], Channel], *, rank: int, timeout: timedelta) -> None:
+        self._channels = channels
+        """By (\"send\" or \"receive\", kind)."""
+        self._rank = rank
+        self._timeout = timeout
+        self._step = 0
+        self.seconds_waiting = 0.0
+        """Time spent in receives so far."""
+
+    def expect(self, receives: Iterable[Action]) -> None:
+        """Post the first receives of each channel."""
+        for action in receives:
+            self._channels["receive", kind_of(action)].expected.append(action)
+        for (direction, _), channel in self._channels.items():
+            if direction == "receive":
+                self._post(channel)
+
+    def _post(self, channel: Channel) -> None:
+        while channel.expected and len(channel.posted) < self.POSTED_AHEAD:
+            buffer = torch.empty(channel.shape, dtype=channel.dtype, device=channel.device)
+            _mark_end(buffer)
+            action = channel.expected.popleft()
+            work = dist.irecv(buffer, src=channel.peer, group=channel.group)
+            assert work is not None
+            channel.posted.append(Message(action, buffer, work, self._step))
+
+    def send(self, action: Action, tensor: Tensor) -> None:
+        """Send without waiting; the tensor must have the shape that was agreed on."""
+        channel = self._channels["send", kind_of(action)]
+        if tensor.shape != channel.shape or tensor.dtype != channel.dtype:
+            raise PeerError(
+                f"rank {self._rank} would send {tuple(tensor.shape)} {tensor.dtype} at {action}, but rank "
+                f"{channel.peer} expects {tuple(channel.shape)} {channel.dtype}; every micro-batch must have one shape"
+            )
+        tensor = tensor.contiguous()
+        work = dist.isend(tensor, dst=channel.peer, group=channel.group)
+        assert work is not None
+        channel.sent.append(Message(action, tensor, work, self._step))
+
+    def is_ready(self, action: Action) -> bool:  # noqa: ARG002
+        """Receiving waits for another process, so it may always be tried."""
+        return True
+
+    def receive(self, action: Action) -> Tensor:
+        """Wait for the next message of the channel, at most the timeout, and check that it is whole."""
+        channel = self._channels["receive", kind_of(action)]
+        message = channel.posted.popleft()
+        assert message.action == action, (message.action, action)
+        self._wait(message.work, action, channel, "receiving from")
+        if _has_end_mark(message.tensor):
+            raise PeerError(f"rank {self._rank} got a short message at {action} from rank {channel.peer}")
+        self._post(channel)
+        return message.tensor
+
+    def end_step(self) -> None:
+        """Wait for the sends of the step before: they bound how far this rank can run ahead of its neighbours."""
+        self._finish_sends(before_step=self._step)
+        self._step += 1
+
+    def close(self) -> None:
+        """Wait until everything sent has been taken."""
+        self._finish_sends(before_step=self._step + 1)
+
+    def _finish_sends(self, *, before_step: int) -> None:
+        for (direction, _), channel in self._channels.items():
+            while direction == "send" and channel.sent and channel.sent[0].step < before_step:
+                message = channel.sent.popleft()
+                self._wait(message.work, message.action, channel, "sending to")
+
+    def _wait(self, work: dist.Work, action: Action, channel: Channel, doing: str) -> None:
+        start = time.perf_counter()
+        try:
+            work.wait(self._timeout)
+        except RuntimeError as error:
+            waited = time.perf_counter() - start
+            raise PeerError(
+                f"rank {self._rank} gave up {doing} rank {channel.peer} at {action} (micro-batch {action.microbatch}) "
+                f"after {waited:.1f} s: {str(error).splitlines()[0]}"
+            ) from error
+        self.seconds_waiting += time.perf_counter() - start
+
+
+def kind_of(action: Action) -> str:
+    """Which of the two kinds of messages a send or receive moves."""
+    return ACTIVATIONS if action.op.value in ("SA", "RA") else ADJOINTS
+
+
+# gloo silently accepts a message that is shorter than the buffer. A quiet NaN that no computation makes marks the
+# buffer's end before the receive: if it is still there afterwards, the message was short.
+_MARKS: dict[torch.dtype, tuple[torch.dtype, int]] = {
+    torch.float64: (torch.int64, 0x7FF8_0BAD_C0DE_0BAD),
+    torch.float32: (torch.int32, 0x7FC0_BADC),
+    torch.bfloat16: (torch.int16, 0x7FDB),
+    torch.float16: (torch.int16, 0x7E5B),
+}
+
+
+def _mark_end(buffer: Tensor) -> None:
+    if buffer.device.type == "cpu" and buffer.dtype in _MARKS and buffer.numel():
+        bits, mark = _MARKS[buffer.dtype]
+        buffer.view(-1)[-1:].view(bits).fill_(mark)
+
+
+def _has_end_mark(buffer: Tensor) -> bool:
+    if buffer.device.type != "cpu" or buffer.dtype not in _MARKS or not buffer.numel():
+        return False
+    bits, mark = _MARKS[buffer.dtype]
+    return bool(buffer.view(-1)[-1:].view(bits).item() == mark)
+
+
+def connect_in_memory(num_ranks: int) -> Sequence[InMemoryTransport]:
+    """A transport for each rank of one process."""
+    queues: dict[tuple[int, int, str], deque[tuple[Action, Tensor]]] = {}
+    return [InMemoryTransport(rank, queues) for rank in range(num_ranks)]

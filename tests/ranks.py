@@ -1,0 +1,111 @@
+"""Starts local gloo ranks for a test, bounds their time, and re-raises what a rank raised."""
+
+import io
+import multiprocessing
+import os
+import queue
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.queues import Queue
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class RankFailed(AssertionError):
+    """A rank raised, died or did not finish in time."""
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    num_ranks: int,
+    *arguments: Any,
+    timeout: float = 120.0,
+    group_timeout: float = 30.0,
+    may_fail: bool = False,
+) -> list[Any]:
+    """Call `function(rank, *arguments)` on every rank of a process group; return what each returned.
+
+    With `may_fail`, a rank that raised gives its exception's text instead, and one that died None.
+    """
+    context = multiprocessing.get_context("spawn")
+    results: Queue[tuple[int, bool, Any]] = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / "store")
+        ranks = [
+            context.Process(
+                target=_run_rank,
+                args=(function, rank, num_ranks, store, group_timeout, arguments, results),
+                daemon=True,
+            )
+            for rank in range(num_ranks)
+        ]
+        for process in ranks:
+            process.start()
+        try:
+            return _collect(ranks, results, time.monotonic() + timeout, may_fail)
+        finally:
+            for process in ranks:
+                process.kill()
+                process.join(10)
+
+
+def _collect(ranks: list[Any], results: Any, deadline: float, may_fail: bool) -> list[Any]:
+    answers: dict[int, Any] = {}
+    while len(answers) < len(ranks):
+        try:
+            rank, succeeded, answer = results.get(timeout=0.2)
+        except queue.Empty:
+            dead = [
+                rank for rank, process in enumerate(ranks) if process.exitcode not in (None, 0) and rank not in answers
+            ]
+            if dead and not may_fail:
+                raise RankFailed(f"rank {dead[0]} died with exit code {ranks[dead[0]].exitcode}") from None
+            answers |= dict.fromkeys(dead)
+            if time.monotonic() > deadline:
+                missing = sorted(set(range(len(ranks))) - set(answers))
+                raise RankFailed(f"ranks {missing} did not finish in time") from None
+            continue
+        if not succeeded and not may_fail:
+            raise RankFailed(f"rank {rank} raised:\n{answer}")
+        # Tensors come as bytes: shared memory would be gone with the process that made them.
+        answers[rank] = torch.load(io.BytesIO(answer), weights_only=False) if succeeded else answer
+    return [answers[rank] for rank in range(len(ranks))]
+
+
+def _run_rank(
+    function: Callable[..., Any],
+    rank: int,
+    num_ranks: int,
+    store: str,
+    group_timeout: float,
+    arguments: tuple[Any, ...],
+    results: Any,
+) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": str(rank)}
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # loopback only
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=num_ranks,
+            timeout=timedelta(seconds=group_timeout),
+        )
+        answer = function(rank, *arguments)
+        saved = io.BytesIO()
+        torch.save(answer, saved)
+        results.put((rank, True, saved.getvalue()))
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        results.put((rank, False, traceback.format_exc()))
+    finally:
+        results.close()
+        results.join_thread()

@@ -1,0 +1,279 @@
+"""Real gloo ranks equal the sequential reference, and never wait for ever."""
+
+import os
+import signal
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mpc_dist.models import Chain
+from mpc_dist.runtime import Pipeline, StageOptions
+from mpc_dist.runtime.mesh import Launch, build_mesh
+from mpc_dist.schedule import lay_out, split_evenly
+from mpc_dist.windows import Windows, backprop, cumulative, expand, loco, sliding, tumbling
+from tests.examples import build_dense_chain, build_example
+from tests.ranks import RankFailed, run_ranks
+from tests.runtime.reference import train_reference
+
+TIMEOUT = timedelta(seconds=20)
+T, STEPS = 6, 6
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+OPTIMIZERS = {"sgd": sgd, "adamw": adamw}
+
+
+def windows_for(name: str, partition: tuple[int, ...]) -> Windows:
+    kind, _, size = name.partition(" ")
+    if kind == "stages":
+        return expand(sliding(len(partition), int(size)), partition)
+    named = {"loco": loco, "backprop": backprop}
+    if kind in named:
+        return named[kind](T)
+    return {"sliding": sliding, "tumbling": tumbling, "cumulative": cumulative}[kind](T, int(size))
+
+
+CASES = [
+    ("stages 1", "sgd", False),
+    ("stages 2", "adamw", True),
+    ("sliding 1", "adamw", False),
+    ("sliding 2", "sgd", True),
+    ("sliding 3", "adamw", False),
+    ("backprop", "sgd", False),
+    ("backprop", "adamw", True),
+    ("tumbling 2", "adamw", True),
+    ("cumulative 3", "sgd", False),
+    ("loco", "adamw", True),
+]
+
+
+def batches(num_replicas: int = 1) -> list[list[tuple[Tensor, Tensor]]]:
+    """For each step, a batch for each replica."""
+    generator = torch.Generator().manual_seed(7)
+    draw = lambda: torch.randn(6, 3, generator=generator)  # noqa: E731
+    return [[(draw(), draw()) for _ in range(num_replicas)] for _ in range(STEPS)]
+
+
+def connect(rank: int, partition: tuple[int, ...], windows: Windows, chain: Chain, **settings) -> Pipeline:
+    replicas = settings.pop("replicas", 1)
+    launch = Launch(rank, len(partition) * replicas, rank)
+    mesh = build_mesh(launch, num_stages=len(partition), num_replicas=replicas, timeout=TIMEOUT)
+    return Pipeline(
+        mesh,
+        lay_out(windows, partition),
+        build_block=lambda t: chain.blocks[t],
+        build_readout=lambda s: chain.readouts[str(s)],
+        loss=chain.loss,
+        timeout=TIMEOUT,
+        **settings,
+    )
+
+
+def train_cases(rank: int, partition: tuple[int, ...], num_replicas: int) -> list[dict[str, Tensor]]:
+    """Train every case without a barrier between steps; this rank's weights afterwards."""
+    torch.set_default_dtype(torch.float64)
+    results = []
+    for name, optimizer, split in CASES:
+        chain, _, _ = build_dense_chain([3, 4, 5, 4, 3, 4, 3])
+        pipeline = connect(
+            rank,
+            partition,
+            windows_for(name, partition),
+            chain,
+            optimizer=OPTIMIZERS[optimizer],
+            num_microbatches=3,
+            split=split,
+            replicas=num_replicas,
+        )
+        for step in batches(num_replicas):
+            pipeline.step(*step[pipeline.mesh.replica])
+        pipeline.close()
+        assert not pipeline.stage.executor.left_over()
+        results.append({key: value.detach().clone() for key, value in pipeline.named_parameters().items()})
+    return results
+
+
+@pytest.mark.parametrize(
+    ("partition", "num_replicas"), [((2, 4), 1), ((1, 3, 2), 1), ((2, 1, 2, 1), 1), ((4, 2), 2)], ids=str
+)
+@pytest.mark.usefixtures("float64")
+def test_weights_after_six_steps_on_gloo_ranks_equal_the_sequential_reference(partition, num_replicas):
+    by_rank = run_ranks(train_cases, len(partition) * num_replicas, partition, num_replicas)
+    for case, (name, optimizer, _) in enumerate(CASES):
+        chain, _, _ = build_dense_chain([3, 4, 5, 4, 3, 4, 3])
+        windows = windows_for(name, partition)
+        # Replicas average their gradients: the reference takes their batches as more micro-batches of one.
+        joined = [tuple(torch.cat(parts) for parts in zip(*step, strict=True)) for step in batches(num_replicas)]
+        train_reference(chain, joined, windows, 3 * num_replicas, OPTIMIZERS[optimizer])
+        reference = dict(chain.named_parameters())
+        seen = set()
+        for rank, results in enumerate(by_rank):
+            for key, value in results[case].items():
+                seen.add(key)
+                # As in one process: AdamW magnifies rounding in its first steps.
+                torch.testing.assert_close(
+                    value, reference[key].detach(), rtol=1e-9, atol=1e-9, msg=f"{name}, rank {rank}, {key}"
+                )
+        assert {key for key in reference if key.startswith("blocks.")} <= seen
+
+
+def evaluate_and_clip(rank: int) -> tuple[dict[int, tuple[float, float | None]], float]:
+    chain, inputs, labels = build_example("gpt")
+    norms = []
+
+    class Watch(torch.optim.SGD):
+        def step(self, closure=None):
+            gradients = [p.grad.flatten() for group in self.param_groups for p in group["params"] if p.grad is not None]
+            norms.append(float(torch.cat(gradients).square().sum()))
+
+    pipeline = connect(
+        rank,
+        (2, 3),
+        sliding(5, 2),
+        chain,
+        optimizer=lambda parameters: Watch(parameters, lr=0.0),
+        num_microbatches=2,
+        options=StageOptions(clip_norm=1e-3, clip_scope="global"),
+    )
+    scores = pipeline.evaluate(inputs, labels)
+    pipeline.step(inputs, labels)
+    pipeline.close()
+    return {s: (score.loss, score.accuracy) for s, score in scores.items()}, norms[0]
+
+
+def test_evaluation_and_global_clipping_over_ranks():
+    answers = run_ranks(evaluate_and_clip, 2)
+    chain, inputs, labels = build_example("gpt")
+    chain.eval()
+    scores = {s: values for found, _ in answers for s, values in found.items()}
+    assert sorted(scores) == [2, 3, 4, 5]
+    state = inputs
+    for boundary, block in enumerate(chain.blocks, start=1):
+        state = block(state)
+        if boundary in scores:
+            assert scores[boundary][0] == pytest.approx(chain.loss_at(boundary, state, labels).item(), rel=1e-5)
+    assert sum(squares for _, squares in answers) == pytest.approx(1e-6, rel=1e-2)
+
+
+class Short(nn.Module):
+    """Gives another shape from its third call on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.calls = 0
+
+    def forward(self, state: Tensor) -> Tensor:
+        self.calls += 1
+        return self.linear(state)[:1] if self.calls > 2 else self.linear(state)
+
+
+def send_another_shape(rank: int) -> None:
+    chain = Chain([Short(), nn.Linear(3, 3)], lambda prediction, labels: prediction.sum() + 0 * labels.sum())
+    pipeline = connect(rank, (1, 1), sliding(2, 1), chain, optimizer=sgd)
+    for _ in range(3):
+        pipeline.step(torch.randn(4, 3), torch.randn(4, 3))
+
+
+def test_a_message_of_another_shape_is_refused_by_its_sender():
+    answers = run_ranks(send_another_shape, 2, may_fail=True, group_timeout=5, timeout=60)
+    assert "rank 0 would send (1, 3) torch.float32 at SA0.0, but rank 1 expects (4, 3)" in answers[0]
+
+
+def send_short(rank: int) -> str:
+    import torch.distributed as dist
+
+    from mpc_dist.runtime.transport import ACTIVATIONS, Channel, DistributedTransport
+    from mpc_dist.schedule import parse_action
+
+    group = dist.new_group([0, 1], timeout=TIMEOUT)
+    if rank == 0:
+        dist.isend(torch.ones(2), dst=1, group=group).wait()
+        return ""
+    channel = Channel(0, group, torch.Size([4]), torch.float32, torch.device("cpu"))
+    transport = DistributedTransport({("receive", ACTIVATIONS): channel}, rank=1, timeout=TIMEOUT)
+    transport.expect([parse_action("RA1.0")])
+    try:
+        transport.receive(parse_action("RA1.0"))
+    except Exception as error:
+        return str(error)
+    return "nothing was noticed"
+
+
+def test_a_short_message_is_noticed_on_arrival():
+    assert run_ranks(send_short, 2)[1] == "rank 1 got a short message at RA1.0 from rank 0"
+
+
+def stop_in_the_middle(rank: int, victim: int, how: str) -> None:
+    chain, inputs, labels = build_dense_chain([3, 4, 5, 4])
+    mesh = build_mesh(Launch(rank, 3, rank), num_stages=3, timeout=timedelta(seconds=4))
+    pipeline = Pipeline(
+        mesh,
+        lay_out(backprop(3), split_evenly(3, 3)),
+        build_block=lambda t: chain.blocks[t],
+        build_readout=lambda s: chain.readouts[str(s)],
+        loss=chain.loss,
+        optimizer=sgd,
+        timeout=timedelta(seconds=4),
+    )
+    for step in range(1000):
+        if step == 3 and rank == victim:
+            if how == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(10)
+        pipeline.step(inputs, labels)
+
+
+@pytest.mark.parametrize("how", ["dies", "stalls"])
+def test_a_rank_that_dies_or_stalls_does_not_hang_the_others(how):
+    """Every wait is bounded, and the error names rank, action, micro-batch and peer."""
+    answers = run_ranks(stop_in_the_middle, 3, 1, how, may_fail=True, timeout=60, group_timeout=20)
+    for rank in (0, 2):
+        assert "PeerError" in answers[rank]
+        assert f"rank {rank} gave up" in answers[rank]
+        assert "rank 1 at " in answers[rank]
+        assert "(micro-batch 0)" in answers[rank]
+
+
+def raise_on_rank_one(rank: int) -> int:
+    if rank == 1:
+        raise RuntimeError("on purpose")
+    return rank
+
+
+def test_the_helper_reports_what_a_rank_raised():
+    with pytest.raises(RankFailed, match="rank 1 raised"):
+        run_ranks(raise_on_rank_one, 2, group_timeout=5)
+
+
+def test_a_world_that_does_not_fit_is_refused_before_anything_is_joined():
+    with pytest.raises(ValueError, match="3 processes were started, but 2 stages x 1 replicas need 2; start 2"):
+        build_mesh(Launch(0, 3, 0), num_stages=2, timeout=TIMEOUT)
+    with pytest.raises(ValueError, match="must be whole numbers"):
+        Launch.from_environment({"RANK": "x"})
+    assert Launch.from_environment({}) == Launch(0, 1, 0)
+
+
+def test_a_single_process_needs_no_group():
+    chain, inputs, labels = build_dense_chain([3, 4, 5, 4])
+    mesh = build_mesh(Launch(), num_stages=1, timeout=TIMEOUT)
+    pipeline = Pipeline(
+        mesh,
+        lay_out(sliding(3, 1), (3,)),
+        build_block=lambda t: chain.blocks[t],
+        build_readout=lambda s: chain.readouts[str(s)],
+        loss=chain.loss,
+        optimizer=sgd,
+    )
+    result = pipeline.step(inputs, labels)
+    assert sorted(result.losses) == [1, 2, 3]

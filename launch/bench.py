@@ -1,118 +1,132 @@
 """Benchmarks: each is a ratio against a peer in the same run, repeats alternating, medians reported.
 
-python launch/bench.py angles --blocks 16 --repeats 7 --json angles.json
+python launch/bench.py schedule --stages 8 --microbatches 1,4,8 --json out.json
+python launch/bench.py scale
+python launch/bench.py angles --blocks 16 --repeats 7
 """
 
 import argparse
-import json
-import statistics
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 
-from mpc_dist.gradient import Gradients, eager_mpc_gradients, mpc_gradients
-from mpc_dist.models import GPT, Chain, build_chain
-from mpc_dist.profile import measure_angles
-from mpc_dist.task import Task
-from mpc_dist.windows import sliding
+from mpc_dist.bench.angles import bench_angles
+from mpc_dist.bench.peers import PEERS
+from mpc_dist.bench.rows import Row, build_table, write_rows
+from mpc_dist.bench.scale import bench_scale
+from mpc_dist.bench.schedule import OURS, Setting, bench_schedule, speed_ups
 
 
-@dataclass(frozen=True)
-class Row:
-    """One system's time in one benchmark."""
-
-    system: str
-    seconds: float
-    """Median over the repeats."""
-    spread: float
-    """Largest minus smallest, in seconds."""
-    repeats: int
-    ratio: float
-    """Its median over that of the first system."""
+def numbers(text: str) -> tuple[float, ...]:
+    """A list such as 1,4,8."""
+    return tuple(float(word) for word in text.split(","))
 
 
-def time_alternating(systems: Mapping[str, Callable[[], object]], *, repeats: int) -> list[Row]:
-    """Time each system once per round, after one warm-up round; the first is the one that others are compared with."""
-    times: dict[str, list[float]] = {name: [] for name in systems}
-    for round_number in track(range(repeats + 1), description="rounds", transient=True):
-        for name, run in systems.items():
-            start = time.perf_counter()
-            run()
-            if round_number:
-                times[name].append(time.perf_counter() - start)
-    first = statistics.median(next(iter(times.values())))
-    return [
-        Row(name, statistics.median(taken), max(taken) - min(taken), repeats, statistics.median(taken) / first)
-        for name, taken in times.items()
-    ]
+def whole_numbers(text: str) -> tuple[int, ...]:
+    """A list such as 1,4,8."""
+    return tuple(int(word) for word in text.split(","))
 
 
-def bench_angles(options: argparse.Namespace) -> list[Row]:
+def run_angles(options: argparse.Namespace, console: Console) -> list[Row]:
     """The angle of every horizon of a gpt: one pass for all, against each horizon separately."""
-    task = Task("tokens", (options.context,), 256)
-    model = build_chain(GPT(num_blocks=options.blocks, width=options.width), task, readout="shared")
-    generator = torch.Generator().manual_seed(0)
-    shape = (2, options.batch_size, options.context)
-    inputs, labels = torch.randint(0, 256, shape, generator=generator)
-
-    def separately(compute: Callable[..., Gradients]) -> list[float]:
-        exact = _flatten(compute(model, inputs, labels, sliding(model.num_blocks, model.num_blocks)), model)
-        cosines = []
-        for horizon in range(1, model.num_blocks):
-            ours = _flatten(compute(model, inputs, labels, sliding(model.num_blocks, horizon)), model)
-            cosines.append(float(torch.nn.functional.cosine_similarity(ours, exact, dim=0)))
-        return [*cosines, 1.0]
-
-    systems: dict[str, Callable[[], list[float]]] = {
-        "one pass": lambda: measure_angles(model, [(inputs, labels)]).horizon_cosines().tolist(),
-        "each horizon, eager sweep": lambda: separately(eager_mpc_gradients),
-        "each horizon, definition": lambda: separately(mpc_gradients),
-    }
-    answers = [torch.tensor(run()) for run in systems.values()]
-    for answer in answers[1:]:
-        torch.testing.assert_close(answer, answers[0], rtol=0, atol=1e-5)  # gradients are float32
-    return time_alternating(systems, repeats=options.repeats)
-
-
-def _flatten(gradients: Gradients, model: Chain) -> torch.Tensor:
-    names = [name for name, _ in model.named_parameters() if name.startswith("blocks.")]
-    # In float64, as the profile's inner products: float32 sums over millions of entries lose three digits.
-    return torch.cat([gradients[name].flatten() for name in names]).double()
-
-
-def main() -> None:
-    """Run the chosen benchmark, print its table and write its rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    benchmarks = parser.add_subparsers(dest="benchmark", required=True)
-    angles = benchmarks.add_parser(
-        "angles", help=bench_angles.__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    torch.set_num_threads(options.threads)
+    rows = bench_angles(
+        blocks=options.blocks,
+        width=options.width,
+        context=options.context,
+        batch_size=options.batch_size,
+        repeats=options.repeats,
     )
+    console.print(build_table(rows, "angles of all horizons"))
+    return rows
+
+
+def run_schedule(options: argparse.Namespace, console: Console) -> list[Row]:
+    """Step time on gloo ranks with emulated compute, beside torch's schedules."""
+    costs = options.costs or (1.0,) * options.stages
+    if len(costs) != options.stages:
+        raise ValueError(f"--costs has {len(costs)} entries for {options.stages} stages; give one each")
+    setting = Setting(
+        num_stages=options.stages,
+        microbatches=options.microbatches,
+        windows=OURS,
+        peers=() if options.no_peers else PEERS,
+        seconds=options.f,
+        costs=costs,
+        repeats=options.repeats,
+        repeat_seconds=options.seconds,
+        latency=options.latency,
+    )
+    rows = bench_schedule(setting)
+    console.print(build_table(rows, f"{options.stages} ranks, f = {1000 * options.f:g} ms (units: step time / f)"))
+    for found in speed_ups(rows):
+        name, peer = f"{found['windows']}{' split' if found['split'] else ''}", found["against"]
+        console.print(
+            f"M = {found['microbatches']}: {name} is {found['speed_up']:.2f}x as fast as {peer}", highlight=False
+        )
+    return rows
+
+
+def run_scale(options: argparse.Namespace, console: Console) -> list[Row]:
+    """Simulated step time against the number of stages."""
+    windows = [("sliding:1", False), ("sliding:2", True), ("tumbling:4", True), ("backprop", True), ("backprop", False)]
+    rows = bench_scale(options.stages, windows, options.microbatches)
+    console.print(build_table(rows, "simulated step, in units of one stage's forward", unit=1.0))
+    return rows
+
+
+Benchmark = Callable[[argparse.Namespace, Console], list[Row]]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """A sub-command per benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="benchmark", required=True)
+
+    def add(name: str, run: Benchmark) -> argparse.ArgumentParser:
+        command = commands.add_parser(
+            name, help=run.__doc__, description=run.__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        )
+        command.add_argument("--json", type=Path, help="file for the rows")
+        command.set_defaults(run=run)
+        return command
+
+    angles = add("angles", run_angles)
     angles.add_argument("--blocks", type=int, default=16, help="blocks of the gpt")
     angles.add_argument("--width", type=int, default=128, help="features of a state")
     angles.add_argument("--context", type=int, default=128, help="tokens per sample")
     angles.add_argument("--batch-size", type=int, default=8, help="samples")
     angles.add_argument("--repeats", type=int, default=7, help="timed rounds after one warm-up round")
     angles.add_argument("--threads", type=int, default=1, help="threads of torch")
-    angles.add_argument("--json", type=Path, help="file for the rows")
-    angles.set_defaults(run=bench_angles)
-    options = parser.parse_args()
 
-    torch.set_num_threads(options.threads)
-    rows = options.run(options)
-    table = Table(title=" ".join((options.run.__doc__ or "").split()))
-    for heading in ("system", "median s", "spread s", "ratio"):
-        table.add_column(heading, justify="left" if heading == "system" else "right")
-    for row in rows:
-        table.add_row(row.system, f"{row.seconds:.3f}", f"{row.spread:.3f}", f"{row.ratio:.2f}")
-    Console().print(table)
-    if options.json:
-        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n", encoding="utf-8")
+    schedule = add("schedule", run_schedule)
+    schedule.add_argument("--stages", type=int, default=8, help="ranks, one stage each")
+    schedule.add_argument("--microbatches", type=whole_numbers, default=(1, 4, 8), help="numbers of micro-batches")
+    schedule.add_argument("--f", type=float, default=0.01, help="seconds of one stage's forward of one micro-batch")
+    schedule.add_argument("--costs", type=numbers, help="each stage's cost relative to f, e.g. 1,1,2,1")
+    schedule.add_argument("--repeats", type=int, default=3, help="rounds in which the systems alternate")
+    schedule.add_argument("--seconds", type=float, default=1.0, help="about how long a system runs in each round")
+    schedule.add_argument("--latency", type=float, default=0.0005, help="seconds per message to build the order for")
+    schedule.add_argument("--no-peers", action="store_true", help="leave out torch's schedules")
+
+    scale = add("scale", run_scale)
+    scale.add_argument("--stages", type=whole_numbers, default=(4, 8, 16, 64, 256, 1024), help="numbers of stages")
+    scale.add_argument("--microbatches", type=int, default=8, help="micro-batches")
+    return parser
+
+
+def main() -> None:
+    """Run the chosen benchmark, print its table and write its rows."""
+    parser = build_parser()
+    options = parser.parse_args()
+    try:
+        rows = options.run(options, Console(width=None))
+        if options.json:
+            write_rows(rows, options.json)
+    except ValueError as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

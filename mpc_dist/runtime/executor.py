@@ -205,4 +205,3 @@ class Executor:
 
     def _update(self, action: Action) -> None:  # noqa: ARG002
         self._on_update()
-        self._transport.end_step()

@@ -58,6 +58,7 @@ class Segment:
 
     def __post_init__(self) -> None:
         self._in_flight: dict[int, _InFlight] = {}
+        self._share = torch.tensor(1 / self.num_microbatches, dtype=torch.float64)
         self._parameters = [p for block in self.blocks for p in block.parameters() if p.requires_grad]
 
     @property
@@ -91,7 +92,7 @@ class Segment:
         leaf = state.requires_grad_()
         loss = self.loss(self.predict(microbatch, leaf), labels)
         weights = [parameter for parameter in self.readout.parameters() if parameter.requires_grad]
-        torch.autograd.backward(loss / self.num_microbatches, inputs=[leaf, *weights])
+        torch.autograd.backward(loss, self._share.to(loss), inputs=[leaf, *weights])
         assert leaf.grad is not None
         return Reading(loss.detach(), leaf.grad)
 

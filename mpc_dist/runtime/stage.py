@@ -140,7 +140,6 @@ class Stage:
                         scores[boundary] = scores[boundary].add(prediction, labels[microbatch], segment.loss)
             if last + 1 < self.layout.num_segments:
                 self._transport.send(Action(Op.SEND_ACTIVATION, last, microbatch), state)
-        self._transport.end_step()
         self.train(True)
         yield scores
 

@@ -39,9 +39,6 @@ class Transport(Protocol):
     def receive(self, action: Action) -> Tensor:
         """The next message of the action's channel; waits for it."""
 
-    def end_step(self) -> None:
-        """Let go of what is no longer needed."""
-
 
 @dataclass
 class InMemoryTransport:
@@ -72,9 +69,6 @@ class InMemoryTransport:
         """Take the message."""
         return self._queue(action).popleft()[1]
 
-    def end_step(self) -> None:
-        """Nothing to let go of."""
-
 
 @dataclass(frozen=True)
 class Message:
@@ -83,7 +77,6 @@ class Message:
     action: Action
     tensor: Tensor
     work: dist.Work
-    step: int
 
 
 @dataclass
@@ -106,13 +99,14 @@ class DistributedTransport:
     """Point-to-point messages of torch.distributed; sends are asynchronous, receives are posted ahead."""
 
     POSTED_AHEAD = 2
+    MOST_UNDER_WAY = 16
+    """Sends per channel that may be unfinished: how far this rank can run ahead of a slower neighbour."""
 
     def __init__(self, channels: dict[tuple[str, str], Channel], *, rank: int, timeout: timedelta) -> None:
         self._channels = channels
         """By (\"send\" or \"receive\", kind)."""
         self._rank = rank
         self._timeout = timeout
-        self._step = 0
         self.seconds_waiting = 0.0
         """Time spent in receives so far."""
 
@@ -131,7 +125,7 @@ class DistributedTransport:
             action = channel.expected.popleft()
             work = dist.irecv(buffer, src=channel.peer, group=channel.group)
             assert work is not None
-            channel.posted.append(Message(action, buffer, work, self._step))
+            channel.posted.append(Message(action, buffer, work))
 
     def send(self, action: Action, tensor: Tensor) -> None:
         """Send without waiting; the tensor must have the shape that was agreed on."""
@@ -141,10 +135,12 @@ class DistributedTransport:
                 f"rank {self._rank} would send {tuple(tensor.shape)} {tensor.dtype} at {action}, but rank "
                 f"{channel.peer} expects {tuple(channel.shape)} {channel.dtype}; every micro-batch must have one shape"
             )
+        while len(channel.sent) >= self.MOST_UNDER_WAY:
+            self._finish_oldest_send(channel)
         tensor = tensor.contiguous()
         work = dist.isend(tensor, dst=channel.peer, group=channel.group)
         assert work is not None
-        channel.sent.append(Message(action, tensor, work, self._step))
+        channel.sent.append(Message(action, tensor, work))
 
     def is_ready(self, action: Action) -> bool:  # noqa: ARG002
         """Receiving waits for another process, so it may always be tried."""
@@ -161,20 +157,15 @@ class DistributedTransport:
         self._post(channel)
         return message.tensor
 
-    def end_step(self) -> None:
-        """Wait for the sends of the step before: they bound how far this rank can run ahead of its neighbours."""
-        self._finish_sends(before_step=self._step)
-        self._step += 1
-
     def close(self) -> None:
         """Wait until everything sent has been taken."""
-        self._finish_sends(before_step=self._step + 1)
-
-    def _finish_sends(self, *, before_step: int) -> None:
         for (direction, _), channel in self._channels.items():
-            while direction == "send" and channel.sent and channel.sent[0].step < before_step:
-                message = channel.sent.popleft()
-                self._wait(message.work, message.action, channel, "sending to")
+            while direction == "send" and channel.sent:
+                self._finish_oldest_send(channel)
+
+    def _finish_oldest_send(self, channel: Channel) -> None:
+        message = channel.sent.popleft()
+        self._wait(message.work, message.action, channel, "sending to")
 
     def _wait(self, work: dist.Work, action: Action, channel: Channel, doing: str) -> None:
         start = time.perf_counter()

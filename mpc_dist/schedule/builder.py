@@ -6,7 +6,7 @@ action. What other ranks wait for comes first, weight gradients fill the gaps. T
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mpc_dist.schedule.action import Action, Op, Schedule
 from mpc_dist.schedule.communication import add_communication
@@ -15,6 +15,9 @@ from mpc_dist.schedule.layout import Layout
 from mpc_dist.schedule.simulator import simulate
 from mpc_dist.schedule.work import Work
 from mpc_dist.validation import check_whole
+
+MANY_SEGMENTS = 128
+"""Beyond this, orders for other latencies are not tried: it would take long, and the gain is small."""
 
 
 def build_schedule(
@@ -38,12 +41,21 @@ def build_schedule(
         check_whole("in-flight cap", cap, minimum=1)
         return _build(work, cap, costs)
     span = min(layout.span, num_microbatches)
-    if span == 1 or span == num_microbatches:
-        return _build(work, span, costs)
-    narrow, wide = (_build(work, candidate, costs) for candidate in (span, span + 1))
-    times = [simulate(schedule, layout, costs).step_time for schedule in (narrow, wide)]
-    # Memory is paid for by at least 1 % of the step.
-    return wide if times[1] < 0.99 * times[0] else narrow
+    caps = [span] if span in (1, num_microbatches) else [span, span + 1]
+    # Greedy choices are not monotone: an order made for a faster link can be the better one on a slower link.
+    latencies = [costs.latency] if layout.num_segments > MANY_SEGMENTS else sorted({0.0, costs.latency})
+    best: tuple[float, Schedule] | None = None
+    for candidate in caps:
+        for latency in latencies:
+            schedule = _build(work, candidate, replace(costs, latency=latency))
+            if len(caps) == len(latencies) == 1:
+                return schedule
+            time = simulate(schedule, layout, costs).step_time
+            # More in flight must pay: by at least 1 % of the step.
+            if best is None or time < best[0] * (1.0 if candidate == caps[0] else 0.99):
+                best = time, schedule
+    assert best is not None
+    return best[1]
 
 
 def _build(work: Work, cap: int, costs: Costs) -> Schedule:

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from mpc_dist.models import Chain
 from mpc_dist.runtime import Pipeline, StageOptions
+from mpc_dist.runtime.local import LocalRankError, run_local_ranks
 from mpc_dist.runtime.mesh import Launch, build_mesh
 from mpc_dist.schedule import lay_out, split_evenly
 from mpc_dist.windows import Windows, backprop, cumulative, expand, loco, sliding, tumbling
 from tests.examples import build_dense_chain, build_example
-from tests.ranks import RankFailed, run_ranks
 from tests.runtime.reference import train_reference
 
 TIMEOUT = timedelta(seconds=20)
@@ -108,7 +108,7 @@ def train_cases(rank: int, partition: tuple[int, ...], num_replicas: int) -> lis
 )
 @pytest.mark.usefixtures("float64")
 def test_weights_after_six_steps_on_gloo_ranks_equal_the_sequential_reference(partition, num_replicas):
-    by_rank = run_ranks(train_cases, len(partition) * num_replicas, partition, num_replicas)
+    by_rank = run_local_ranks(train_cases, len(partition) * num_replicas, partition, num_replicas)
     for case, (name, optimizer, _) in enumerate(CASES):
         chain, _, _ = build_dense_chain([3, 4, 5, 4, 3, 4, 3])
         windows = windows_for(name, partition)
@@ -152,7 +152,7 @@ def evaluate_and_clip(rank: int) -> tuple[dict[int, tuple[float, float | None]],
 
 
 def test_evaluation_and_global_clipping_over_ranks():
-    answers = run_ranks(evaluate_and_clip, 2)
+    answers = run_local_ranks(evaluate_and_clip, 2)
     chain, inputs, labels = build_example("gpt")
     chain.eval()
     scores = {s: values for found, _ in answers for s, values in found.items()}
@@ -186,7 +186,7 @@ def send_another_shape(rank: int) -> None:
 
 
 def test_a_message_of_another_shape_is_refused_by_its_sender():
-    answers = run_ranks(send_another_shape, 2, may_fail=True, group_timeout=5, timeout=60)
+    answers = run_local_ranks(send_another_shape, 2, may_fail=True, group_timeout=5, timeout=60)
     assert "rank 0 would send (1, 3) torch.float32 at SA0.0, but rank 1 expects (4, 3)" in answers[0]
 
 
@@ -211,7 +211,7 @@ def send_short(rank: int) -> str:
 
 
 def test_a_short_message_is_noticed_on_arrival():
-    assert run_ranks(send_short, 2)[1] == "rank 1 got a short message at RA1.0 from rank 0"
+    assert run_local_ranks(send_short, 2)[1] == "rank 1 got a short message at RA1.0 from rank 0"
 
 
 def stop_in_the_middle(rank: int, victim: int, how: str) -> None:
@@ -237,7 +237,7 @@ def stop_in_the_middle(rank: int, victim: int, how: str) -> None:
 @pytest.mark.parametrize("how", ["dies", "stalls"])
 def test_a_rank_that_dies_or_stalls_does_not_hang_the_others(how):
     """Every wait is bounded, and the error names rank, action, micro-batch and peer."""
-    answers = run_ranks(stop_in_the_middle, 3, 1, how, may_fail=True, timeout=60, group_timeout=20)
+    answers = run_local_ranks(stop_in_the_middle, 3, 1, how, may_fail=True, timeout=60, group_timeout=20)
     for rank in (0, 2):
         assert "PeerError" in answers[rank]
         assert f"rank {rank} gave up" in answers[rank]
@@ -252,8 +252,8 @@ def raise_on_rank_one(rank: int) -> int:
 
 
 def test_the_helper_reports_what_a_rank_raised():
-    with pytest.raises(RankFailed, match="rank 1 raised"):
-        run_ranks(raise_on_rank_one, 2, group_timeout=5)
+    with pytest.raises(LocalRankError, match="rank 1 raised"):
+        run_local_ranks(raise_on_rank_one, 2, group_timeout=5)
 
 
 def test_a_world_that_does_not_fit_is_refused_before_anything_is_joined():

@@ -1,4 +1,4 @@
-"""Starts local gloo ranks for a test, bounds their time, and re-raises what a rank raised."""
+"""Starts gloo ranks on this machine, bounds their time, and re-raises what a rank raised."""
 
 import io
 import multiprocessing
@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 
 
-class RankFailed(AssertionError):
+class LocalRankError(RuntimeError):
     """A rank raised, died or did not finish in time."""
 
 
-def run_ranks(
+def run_local_ranks(
     function: Callable[..., Any],
     num_ranks: int,
     *arguments: Any,
@@ -65,14 +65,14 @@ def _collect(ranks: list[Any], results: Any, deadline: float, may_fail: bool) ->
                 rank for rank, process in enumerate(ranks) if process.exitcode not in (None, 0) and rank not in answers
             ]
             if dead and not may_fail:
-                raise RankFailed(f"rank {dead[0]} died with exit code {ranks[dead[0]].exitcode}") from None
+                raise LocalRankError(f"rank {dead[0]} died with exit code {ranks[dead[0]].exitcode}") from None
             answers |= dict.fromkeys(dead)
             if time.monotonic() > deadline:
                 missing = sorted(set(range(len(ranks))) - set(answers))
-                raise RankFailed(f"ranks {missing} did not finish in time") from None
+                raise LocalRankError(f"ranks {missing} did not finish in time") from None
             continue
         if not succeeded and not may_fail:
-            raise RankFailed(f"rank {rank} raised:\n{answer}")
+            raise LocalRankError(f"rank {rank} raised:\n{answer}")
         # Tensors come as bytes: shared memory would be gone with the process that made them.
         answers[rank] = torch.load(io.BytesIO(answer), weights_only=False) if succeeded else answer
     return [answers[rank] for rank in range(len(ranks))]

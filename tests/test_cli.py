@@ -105,6 +105,33 @@ def test_help_explains_every_field_of_the_chosen_family(capsys):
         assert expected in text
 
 
+def test_schedule_draws_prices_and_writes(tmp_path, capsys):
+    argv = "schedule --stages 4 --horizon 2 --microbatches 4 --split".split()
+    assert main([*argv, "--out", str(tmp_path / "a.svg"), "--text", str(tmp_path / "a.txt")]) == 0
+    printed = capsys.readouterr().out
+    assert "step time 16," in printed
+    assert "R0" in printed
+    assert (tmp_path / "a.svg").read_text().startswith("<?xml")
+    assert len((tmp_path / "a.txt").read_text().splitlines()) == 4
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--horizon 9", "horizon 9 exceeds the 8 blocks"),
+        ("", "sliding windows need --horizon, a number of stages; use 1..8"),
+        ("--windows tumbling --horizon 0", "window size 0 sees no block ahead"),
+        ("--horizon 2 --costs 1,2", "--costs has 2 entries for 8 stages"),
+        ("--horizon 2 --microbatches 0", "number of micro-batches: 0 is out of range"),
+        ("--horizon 2 --stages 0", "--stages 0 is out of range"),
+        ("--horizon 2 --cap 0", "in-flight cap 0 is out of range"),
+    ],
+)
+def test_a_schedule_that_cannot_be_built_is_said_in_one_line(argv, message, capsys):
+    assert main(["schedule", *argv.split()]) == EXIT_BAD_INPUT
+    assert message in capsys.readouterr().err
+
+
 def test_help_version_and_no_command(capsys):
     assert main(["--help"]) == 0
     assert "angles" in capsys.readouterr().out
@@ -117,4 +144,6 @@ def test_the_installed_command_runs():
     command = Path(sys.executable).with_name("mpc-dist")
     done = subprocess.run([command, "angels"], capture_output=True, text=True, timeout=60)
     assert done.returncode == EXIT_BAD_INPUT
-    assert done.stderr == "mpc-dist: error: unknown command 'angels'; did you mean 'angles'? (known: angles)\n"
+    assert (
+        done.stderr == "mpc-dist: error: unknown command 'angels'; did you mean 'angles'? (known: angles, schedule)\n"
+    )

@@ -1,6 +1,6 @@
 """Model families by name, the chain they build, and the protocol that another family follows."""
 
-from mpc_dist.models.block_model import BlockModel, build_chain, build_readout
+from mpc_dist.models.block_model import BlockModel, Parts, build_chain, build_parts, build_readout
 from mpc_dist.models.chain import Chain
 from mpc_dist.models.gpt import GPT
 from mpc_dist.models.residual_mlp import ResLinear, ResMLP
@@ -13,4 +13,16 @@ MODELS: dict[str, type[ResLinear] | type[ResMLP] | type[ResNetCifar] | type[GPT]
     "gpt": GPT,
 }
 
-__all__ = ["GPT", "MODELS", "BlockModel", "Chain", "ResLinear", "ResMLP", "ResNetCifar", "build_chain", "build_readout"]
+__all__ = [
+    "GPT",
+    "MODELS",
+    "BlockModel",
+    "Chain",
+    "Parts",
+    "ResLinear",
+    "ResMLP",
+    "ResNetCifar",
+    "build_chain",
+    "build_parts",
+    "build_readout",
+]

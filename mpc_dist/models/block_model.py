@@ -5,6 +5,7 @@ Every block and head is initialised from its own seed, so a part's weights do no
 
 import zlib
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -39,6 +40,35 @@ class BlockModel(Protocol):
         """A trained head that reads x(boundary); at the last boundary, the model's own."""
 
 
+@dataclass(frozen=True)
+class Parts:
+    """Builds any single part of a model, with the weights that it has in the whole."""
+
+    model: BlockModel
+    task: Task
+    readout_kind: ReadoutKind
+    seed: int
+
+    def block(self, index: int) -> nn.Module:
+        """Block `index`."""
+        return _seeded(partial(self.model.build_block, index, self.task), self.seed, f"block {index}")
+
+    def head(self) -> nn.Module:
+        """The model's own head, which reads the last boundary."""
+        last = self.model.num_blocks
+        return _seeded(partial(self.model.build_head, last, self.task), self.seed, f"head {last}")
+
+    def readout(self, boundary: int) -> nn.Module:
+        """The readout at a boundary."""
+        return build_readout(self.model, self.task, self.readout_kind, boundary, head=self.head(), seed=self.seed)
+
+
+def build_parts(model: BlockModel, task: Task, *, readout: ReadoutKind = "local", seed: int = 0) -> Parts:
+    """What builds a model's parts one by one, for a rank that owns only some of them."""
+    model.check_task(task)
+    return Parts(model, task, readout, seed)
+
+
 def build_chain(
     model: BlockModel,
     task: Task,
@@ -48,13 +78,12 @@ def build_chain(
     seed: int = 0,
 ) -> Chain:
     """Build the blocks and the readouts at `boundaries` (default: all; the last one is always there)."""
-    model.check_task(task)
+    parts = build_parts(model, task, readout=readout, seed=seed)
     last = model.num_blocks
     wanted = sorted({*(range(1, last + 1) if boundaries is None else boundaries), last})
-    blocks = [_seeded(partial(model.build_block, t, task), seed, f"block {t}") for t in range(last)]
-    head = _seeded(partial(model.build_head, last, task), seed, f"head {last}")
+    head = parts.head()
     readouts = {s: build_readout(model, task, readout, s, head=head, seed=seed) for s in wanted}
-    return Chain(blocks, LOSSES[task.kind], readouts)
+    return Chain([parts.block(t) for t in range(last)], LOSSES[task.kind], readouts)
 
 
 def build_readout(

@@ -24,6 +24,8 @@ class StepRecord:
     """By segment boundary: the loss of each micro-batch, in order of the program."""
     timeline: list[Interval] = field(default_factory=list)
     """Compute and update actions with their times, if they were recorded."""
+    started: float = 0.0
+    """When the step began, by the clock of the timeline."""
     most_in_flight: int = 0
     """Most micro-batches whose activations were held at once."""
 
@@ -76,7 +78,7 @@ class Executor:
     def start_step(self, inputs: Sequence[Tensor], labels: Sequence[Tensor]) -> None:
         """Begin a step on these micro-batches; a rank uses what it needs of them."""
         assert self._place == 0
-        self._record = StepRecord()
+        self._record = StepRecord(started=time.perf_counter())
         self._inputs, self._labels = inputs, labels
         self._backwards_left = dict.fromkeys(self._segments, self._work.num_microbatches)
         self._transport.expect(self._receives)

@@ -19,7 +19,10 @@ from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 from mpc_dist.data import DATA, MAX_SEED, DataSource, TextData
 from mpc_dist.models import GPT, MODELS, BlockModel
 from mpc_dist.readout import ReadoutConfig
-from mpc_dist.validation import check_whole, look_up, suggest
+from mpc_dist.schedule import split_evenly
+from mpc_dist.schedule.layout import check_partition
+from mpc_dist.training.sections import HorizonConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from mpc_dist.validation import check_whole, is_whole, look_up, suggest
 from mpc_dist.windows import check_horizon
 
 # Fields are described by the string below each of them.
@@ -53,8 +56,16 @@ class Config:
     """How a loss is read at interior boundaries."""
     angles: AnglesConfig = field(default_factory=AnglesConfig)
     """How `mpc-dist angles` measures."""
+    horizon: HorizonConfig = field(default_factory=HorizonConfig)
+    """Which block learns from which loss."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """How the model is spread over ranks."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """How weights are updated."""
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    """How long to train, and what is done on the way."""
     batch_size: int = 32
-    """Samples per batch."""
+    """Samples per batch and replica."""
     seed: int = 0
     """What initial weights and the order of the data are drawn from."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -66,9 +77,21 @@ class Config:
         for horizon in self.angles.horizons or ():
             check_horizon(horizon, self.model.num_blocks)
         check_whole("batch_size", self.batch_size, minimum=1)
+        check_partition(self.partition, self.model.num_blocks)
+        self.horizon.build(self.partition)
+        if self.batch_size % self.parallel.microbatches:
+            raise ValueError(
+                f"batch_size {self.batch_size} cannot be cut into {self.parallel.microbatches} equal micro-batches; "
+                "use a multiple of parallel.microbatches"
+            )
         check_whole("seed", self.seed, minimum=0, maximum=MAX_SEED)
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("device 'cuda' is not available on this machine; use 'cpu' or 'auto'")
+
+    @property
+    def partition(self) -> tuple[int, ...]:
+        """Blocks of each stage."""
+        return self.parallel.partition or split_evenly(self.model.num_blocks, self.parallel.stages)
 
     @property
     def torch_device(self) -> torch.device:
@@ -158,10 +181,19 @@ def _choose(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--config", action="append", default=[])
     for section in FAMILIES:
         parser.add_argument(f"--{section}.name", dest=section)
+    parser.add_argument("--horizon", type=int)
     try:
-        return parser.parse_known_args(argv)
+        chosen, rest = parser.parse_known_args(argv)
     except ArgumentError as error:
         raise ValueError(str(error)) from error
+    if chosen.horizon is not None:
+        rest += [f"--horizon.{name}={value}" for name, value in _sliding_stages(chosen.horizon).items()]
+    return chosen, rest
+
+
+def _sliding_stages(size: int) -> dict[str, Any]:
+    """What the short form `horizon: 2` stands for."""
+    return {"windows": "sliding", "size": size, "unit": "stages"}
 
 
 def _unsupported_options() -> set[str]:
@@ -211,6 +243,8 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
         raise ValueError(f"config file {path} cannot be read: {' '.join(str(error).split())}") from error
     if content is None:
         return {}
+    if isinstance(content, Mapping) and is_whole(content.get("horizon")):
+        return {**content, "horizon": _sliding_stages(content["horizon"])}
     if not isinstance(content, Mapping):
         raise ValueError(f"config file {path} holds a {type(content).__name__}; it must be a mapping of fields")
     return content

@@ -1,0 +1,1 @@
+"""The sub-commands of `mpc-dist`, one per file."""

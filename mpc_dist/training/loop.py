@@ -1,0 +1,191 @@
+"""The training loop: the same on every rank, each with its stage."""
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from datetime import timedelta
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from mpc_dist.data import Batch, Batches, Dataset
+from mpc_dist.models import build_parts
+from mpc_dist.profile import SavedBytes
+from mpc_dist.readout import LOSSES
+from mpc_dist.runtime.executor import StepRecord
+from mpc_dist.runtime.mesh import Launch, Mesh, build_mesh, check_world
+from mpc_dist.runtime.pipeline import Pipeline
+from mpc_dist.runtime.stage import Score, StageOptions
+from mpc_dist.schedule import lay_out
+from mpc_dist.training.config import Config
+from mpc_dist.training.metrics import MetricsFile, read_metrics
+from mpc_dist.training.optimizer import DropOnRise, build_optimizer, build_scheduler
+from mpc_dist.training.sections import DROP_ON_RISE
+
+
+def train(config: Config, launch: Launch) -> dict[int, Score]:
+    """Train as configured; returns the last evaluation of this rank's readouts, by boundary.
+
+    Everything that can be wrong with the configuration is found before the ranks meet.
+    """
+    parallel = config.parallel
+    check_world(launch, num_stages=parallel.stages, num_replicas=parallel.replicas)
+    if config.readout.kind == "shared" and parallel.stages > 1:
+        raise ValueError("readout.kind 'shared' needs the last rank's head on every rank; use local, pool or project")
+    layout = lay_out(config.horizon.build(config.partition), config.partition)
+    data = config.data.load()
+    parts = build_parts(config.model, data.task, readout=config.readout.kind, seed=config.seed)
+    batches = Batches(data.train, batch_size=config.batch_size * parallel.replicas, seed=config.seed)
+    timeout = timedelta(seconds=parallel.timeout)
+    mesh = build_mesh(
+        launch,
+        num_stages=parallel.stages,
+        num_replicas=parallel.replicas,
+        device_type=config.torch_device.type,
+        timeout=timeout,
+    )
+    pipeline = Pipeline(
+        mesh,
+        layout,
+        build_block=lambda t: parts.block(t).to(config.torch_dtype),
+        build_readout=lambda s: parts.readout(s).to(config.torch_dtype),
+        loss=LOSSES[data.task.kind],
+        optimizer=partial(build_optimizer, config.optimizer),
+        num_microbatches=parallel.microbatches,
+        split=parallel.split,
+        options=StageOptions(
+            clip_norm=config.training.clip_norm,
+            clip_scope=config.training.clip_scope,
+            autocast=config.training.autocast,
+            checkpoint=config.training.checkpoint,
+            seed=config.seed,
+            record_times=True,
+        ),
+        timeout=timeout,
+    )
+    with pipeline:
+        return _Loop(config, launch, mesh, pipeline, data, batches).run()
+
+
+class _Loop:
+    def __init__(
+        self, config: Config, launch: Launch, mesh: Mesh, pipeline: Pipeline, data: Dataset, batches: Batches
+    ) -> None:
+        self._config = config
+        self._launch = launch
+        self._mesh = mesh
+        self._pipeline = pipeline
+        self._data = data
+        self._batches = batches
+        self._folder = Path(config.training.folder)
+        self._metrics = MetricsFile(self._folder, launch.rank)
+        self._step_rate: Callable[[], None] = lambda: None
+        self._drop: DropOnRise | None = None
+        self._epoch_losses: list[float] = []
+
+    def run(self) -> dict[int, Score]:
+        """Train to the end, evaluating on the way."""
+        training = self._config.training
+        self._metrics.write(event="start", config=self._config.as_dict(), stage=self._mesh.stage)
+        scores: dict[int, Score] = {}
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        shown = Progress(*columns) if self._launch.rank == 0 else nullcontext()
+        with shown as progress:
+            bar = None if progress is None else progress.add_task("training", total=training.steps)
+            for step in range(1, training.steps + 1):
+                self._train_step(step)
+                if step % training.eval_every == 0 or step == training.steps:
+                    scores = self._evaluate(step)
+                if progress is not None and bar is not None:
+                    is_logged = step % training.log_every == 0
+                    progress.update(bar, advance=1, description=self._describe() if is_logged else None)
+        return scores
+
+    def _train_step(self, step: int) -> None:
+        epoch = self._batches.epoch
+        inputs, labels = self._place(self._replica_part(next(self._batches)))
+        start = time.perf_counter()
+        extra: dict[str, int] = {}
+        if step == 1:
+            # What a schedule holds does not change from step to step: it is counted once.
+            with SavedBytes([*self._pipeline.named_parameters().values(), inputs, labels]) as saved:
+                result = self._pipeline.step(inputs, labels)
+            extra["live_bytes"] = saved.peak
+            self._set_up_rates()
+        else:
+            result = self._pipeline.step(inputs, labels)
+        seconds = time.perf_counter() - start
+        self._step_rate()
+        last = self._config.model.num_blocks
+        self._epoch_losses += [loss for boundary, loss in result.losses.items() if boundary == last]
+        if self._batches.epoch != epoch:
+            self._end_epoch()
+        if step == 1 or step % self._config.training.log_every == 0:
+            self._metrics.write(
+                event="step",
+                step=step,
+                losses=result.losses,
+                step_seconds=seconds,
+                samples_per_second=self._config.batch_size * self._mesh.num_replicas / seconds,
+                bubble=measure_bubble(result.record),
+                in_flight=result.record.most_in_flight,
+                **extra,
+            )
+
+    def _set_up_rates(self) -> None:
+        optimizer = self._pipeline.stage.optimizer
+        if optimizer is None:
+            return
+        self._step_rate = build_scheduler(self._config.optimizer, optimizer)
+        if self._config.optimizer.scheduler == DROP_ON_RISE:
+            self._drop = DropOnRise(optimizer)
+
+    def _end_epoch(self) -> None:
+        if self._config.optimizer.scheduler == DROP_ON_RISE:
+            # The rule needs the last rank's loss everywhere: the one time in an epoch at which ranks wait.
+            mean = torch.tensor(sum(self._epoch_losses) / max(len(self._epoch_losses), 1), device=self._mesh.device)
+            if self._mesh.stages is not None:
+                dist.broadcast(mean, src=self._mesh.ranks_of_stages[-1], group=self._mesh.stages)
+            if self._drop is not None:
+                self._drop.end_epoch(float(mean))
+        self._epoch_losses = []
+
+    def _evaluate(self, step: int) -> dict[int, Score]:
+        size = min(self._config.batch_size, self._data.test.num_samples)
+        batches = Batches(self._data.test, batch_size=size, seed=0, shuffle=False)
+        total: dict[int, Score] = {}
+        for batch in islice(batches, min(self._config.training.eval_batches, batches.batches_per_epoch)):
+            for boundary, score in self._pipeline.evaluate(*self._place(batch)).items():
+                total[boundary] = total.get(boundary, Score()) + score
+        values = {boundary: {"loss": score.loss, "accuracy": score.accuracy} for boundary, score in total.items()}
+        self._metrics.write(event="evaluation", step=step, scores=values)
+        return total
+
+    def _replica_part(self, batch: Batch) -> Batch:
+        inputs, labels = (part.chunk(self._mesh.num_replicas)[self._mesh.replica] for part in batch)
+        return inputs, labels
+
+    def _place(self, batch: Batch) -> Batch:
+        """The batch with real values in the configured precision."""
+        dtype = self._config.torch_dtype
+        inputs, labels = (part.to(dtype) if part.is_floating_point() else part for part in batch)
+        return inputs, labels
+
+    def _describe(self) -> str:
+        """The last loss at the last boundary, which another rank may have written down."""
+        last = (self._mesh.num_stages - 1) * self._mesh.num_replicas
+        lines = [line for line in read_metrics(self._folder, last)[-3:] if line["event"] == "step"]
+        losses = list(lines[-1]["losses"].values()) if lines else []
+        return f"training, loss {losses[-1]:.4f}" if losses else "training"
+
+
+def measure_bubble(record: StepRecord) -> float:
+    """The share of a step in which its rank neither computed nor updated."""
+    if not record.timeline:
+        return 0.0
+    busy = sum(interval.end - interval.start for interval in record.timeline)
+    return max(0.0, 1 - busy / (record.timeline[-1].end - record.started))

@@ -1,0 +1,32 @@
+"""Metrics as JSON lines: a file per rank in the run folder, so that no rank waits for another to report."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+
+class MetricsFile:
+    """Appends one rank's metrics to its file."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = metrics_path(folder, rank)
+        self._path.write_text("", encoding="utf-8")
+
+    def write(self, **values: Any) -> None:
+        """Add a line; the time is added to it."""
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({**values, "time": time.time()}) + "\n")
+
+
+def metrics_path(folder: Path, rank: int) -> Path:
+    """The file of a rank."""
+    return folder / f"metrics-rank{rank}.jsonl"
+
+
+def read_metrics(folder: Path, rank: int) -> list[dict[str, Any]]:
+    """All lines of a rank's file; a line that is just being written is left out."""
+    path = metrics_path(folder, rank)
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    return [json.loads(line) for line in text.split("\n")[:-1]]

@@ -1,0 +1,135 @@
+"""The sections of a training configuration: each a typed, documented and checked dataclass."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from mpc_dist.validation import check_real, check_whole, suggest
+from mpc_dist.windows import Windows, backprop, cumulative, expand, loco, sliding, tumbling
+
+DROP_ON_RISE = "drop_on_rise"
+
+
+@dataclass(frozen=True)
+class HorizonConfig:
+    """Which block learns from which loss. The short form `horizon: 2` is a sliding window of 2 stages."""
+
+    windows: Literal["sliding", "cumulative", "tumbling", "loco", "backprop"] = "backprop"
+    """sliding: the loss `size` units ahead; cumulative: the mean of all up to there; tumbling: the end of a group of
+    `size`; loco: the next two; backprop: the last."""
+    size: int | None = None
+    """How many units ahead, or units per group; loco and backprop have none."""
+    unit: Literal["stages", "blocks"] = "stages"
+    """What is counted; with stages, losses are read at stage boundaries only."""
+
+    def __post_init__(self) -> None:
+        if self.windows in ("sliding", "cumulative", "tumbling"):
+            check_whole("horizon.size", self.size, minimum=1)
+
+    def build(self, partition: Sequence[int]) -> Windows:
+        """The windows over all blocks of a model that is cut into stages of these sizes."""
+        count = len(partition) if self.unit == "stages" else sum(partition)
+        size = count if self.size is None else self.size
+        if size > count:
+            raise ValueError(
+                f"horizon.size {size} exceeds the {count} {self.unit} of this run; use 1..{count}"
+                + (", raise parallel.stages or count in blocks" if self.unit == "stages" else "")
+            )
+        if self.windows == "sliding":
+            windows = sliding(count, size)
+        elif self.windows == "cumulative":
+            windows = cumulative(count, size)
+        elif self.windows == "tumbling":
+            windows = tumbling(count, size)
+        else:
+            windows = loco(count) if self.windows == "loco" else backprop(count)
+        return expand(windows, partition) if self.unit == "stages" else windows
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the model is spread over ranks, and a batch over time."""
+
+    stages: int = 1
+    """Pipeline stages; the launcher must start stages x replicas processes."""
+    replicas: int = 1
+    """Data-parallel replicas of every stage."""
+    partition: tuple[int, ...] | None = None
+    """Blocks of each stage, e.g. [4,4,6,2]; null: as even as can be."""
+    microbatches: int = 1
+    """Parts into which each replica's batch is cut; gradients are averaged over them."""
+    split: bool = False
+    """Whether backwards are cut into an input half and a weight half, which fills the waiting."""
+    timeout: float = 600.0
+    """Seconds after which a silent neighbour is given up."""
+
+    def __post_init__(self) -> None:
+        check_whole("parallel.stages", self.stages, minimum=1)
+        check_whole("parallel.replicas", self.replicas, minimum=1)
+        check_whole("parallel.microbatches", self.microbatches, minimum=1)
+        check_real("parallel.timeout", self.timeout, minimum=1)
+        if self.partition is not None and len(self.partition) != self.stages:
+            raise ValueError(
+                f"parallel.partition has {len(self.partition)} stages but parallel.stages is {self.stages}; "
+                "make them agree"
+            )
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """How weights are updated; every stage has an optimizer of its own."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    """Which optimizer of torch."""
+    lr: float = 1e-3
+    """Learning rate."""
+    momentum: float = 0.0
+    """Momentum of sgd."""
+    weight_decay: float = 0.0
+    """Weight decay."""
+    scheduler: str | None = None
+    """A class of torch.optim.lr_scheduler, stepped after every update, e.g. CosineAnnealingLR; or drop_on_rise, the
+    paper's rule: the rate is multiplied by 0.9 when an epoch's loss rose."""
+    scheduler_arguments: dict[str, Any] = field(default_factory=dict)
+    """What that class takes besides the optimizer, e.g. {T_max: 1000}."""
+
+    def __post_init__(self) -> None:
+        check_real("optimizer.lr", self.lr, minimum=0)
+        check_real("optimizer.momentum", self.momentum, minimum=0, maximum=1)
+        check_real("optimizer.weight_decay", self.weight_decay, minimum=0)
+        # ReduceLROnPlateau wants a loss at every step, which only the last rank has.
+        known = {DROP_ON_RISE, *torch.optim.lr_scheduler.__all__} - {"LRScheduler", "ReduceLROnPlateau"}
+        if self.scheduler is not None and self.scheduler not in known:
+            raise ValueError(f"unknown optimizer.scheduler {self.scheduler!r}; {suggest(self.scheduler, known)}")
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """How long to train, and what is done on the way."""
+
+    steps: int = 1000
+    """Optimizer steps."""
+    log_every: int = 10
+    """Steps between lines of metrics."""
+    eval_every: int = 100
+    """Steps between evaluations on the test set; there is one at the end anyway."""
+    eval_batches: int = 8
+    """Batches of an evaluation."""
+    clip_norm: float | None = None
+    """Gradients are scaled down to this norm; null: never."""
+    clip_scope: Literal["stage", "global"] = "stage"
+    """Whose norm it is. `global` makes every rank wait for all others at each update."""
+    autocast: bool = False
+    """Whether forwards run in bfloat16 where torch deems it safe."""
+    checkpoint: bool = False
+    """Whether each block keeps only its input and runs again in backward: less memory, more time."""
+    folder: str = "runs/train"
+    """Where metrics are written."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "log_every", "eval_every", "eval_batches"):
+            check_whole(f"training.{name}", getattr(self, name), minimum=1)
+        if self.clip_norm is not None:
+            check_real("training.clip_norm", self.clip_norm, minimum=0)

@@ -1,0 +1,129 @@
+"""Training as a user runs it: `launch/train.py` by python and by torchrun."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mpc_dist.training.metrics import read_metrics
+from mpc_dist.training.optimizer import DropOnRise, build_scheduler
+from mpc_dist.training.sections import HorizonConfig, OptimizerConfig
+from mpc_dist.windows import backprop, cumulative, loco, sliding, tumbling
+from tests.conftest import ROOT
+
+SMALL = (
+    "--config configs/gpt_train.yaml --model.num_blocks 4 --model.width 16 --data.context 16 --data.max_bytes 30000 "
+    "--training.steps 4 --training.log_every 1 --training.eval_every 2 --training.eval_batches 2 --dtype float64"
+).split()
+
+
+def launch(num_ranks: int, *arguments: str, fails: bool = False) -> subprocess.CompletedProcess[str]:
+    python = [sys.executable]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    command = [*(torchrun if num_ranks > 1 else python), "launch/train.py", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180)
+    assert (done.returncode != 0) == fails, done.stderr
+    return done
+
+
+def losses(folder: Path, num_ranks: int) -> dict[tuple[int, str], float]:
+    """Every training loss, by step and boundary."""
+    found: dict[tuple[int, str], float] = {}
+    for rank in range(num_ranks):
+        for line in read_metrics(folder, rank):
+            if line["event"] == "step":
+                found |= {(line["step"], boundary): loss for boundary, loss in line["losses"].items()}
+    return found
+
+
+def test_two_ranks_and_one_process_train_alike(tmp_path: Path):
+    """The same windows in blocks: the partition must not matter, dropout included."""
+    windows = "--horizon.windows sliding --horizon.size 2 --horizon.unit blocks --model.dropout 0.2".split()
+    for name, stages in (("one", 1), ("two", 2)):
+        folder = ["--training.folder", str(tmp_path / name), "--parallel.stages", str(stages)]
+        launch(stages, *SMALL, *windows, *folder)
+    one, two = losses(tmp_path / "one", 1), losses(tmp_path / "two", 2)
+    assert set(one) == set(two)
+    assert len(one) == 4 * 3  # four steps, readouts at boundaries 2, 3 and 4
+    for key, loss in one.items():
+        assert two[key] == pytest.approx(loss, rel=1e-9)
+
+
+def test_a_run_reports_what_it_did(tmp_path: Path):
+    done = launch(2, *SMALL, "--training.folder", str(tmp_path))
+    assert "test loss" in done.stdout
+    first = read_metrics(tmp_path, 0)
+    assert [line["event"] for line in first] == ["start", "step", "step", "evaluation", "step", "step", "evaluation"]
+    assert first[0]["config"]["horizon"] == {"windows": "sliding", "size": 1, "unit": "stages"}
+    step: dict[str, Any] = first[1]
+    assert step["live_bytes"] > 0
+    assert step["in_flight"] == 1
+    assert 0 <= step["bubble"] < 1
+    assert step["samples_per_second"] > 0
+    scores = {key: value for rank in (0, 1) for key, value in read_metrics(tmp_path, rank)[-1]["scores"].items()}
+    assert set(scores) == {"2", "4"}
+    assert all(0 <= score["accuracy"] <= 1 for score in scores.values())
+
+
+def test_replicas_and_stages_together_with_the_papers_rule(tmp_path: Path):
+    options = "--parallel.stages 2 --parallel.replicas 2 --optimizer.scheduler drop_on_rise --batch_size 8".split()
+    folder = ["--training.folder", str(tmp_path), "--data.max_bytes", "800", "--data.context", "8"]
+    launch(4, *SMALL, *folder, *options, "--training.steps", "12", "--training.clip_norm", "1.0")
+    assert len(read_metrics(tmp_path, 3)) > 12
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "arguments", "message"),
+    [
+        (1, [], "1 processes were started, but 2 stages x 1 replicas need 2; start 2"),
+        (1, ["--horizon", "3"], "horizon.size 3 exceeds the 2 stages of this run; use 1..2"),
+        (1, ["--parallel.partition", "[1,2]"], "partition 1|2 has 3 blocks but the model 4"),
+        (1, ["--parallel.microbatches", "3"], "batch_size 16 cannot be cut into 3 equal micro-batches"),
+        (1, ["--optimizer.scheduler", "CosinLR"], "unknown optimizer.scheduler 'CosinLR'; did you mean"),
+        (1, ["--readout.kind", "shared", "--parallel.stages", "1"], ""),
+        (2, ["--readout.kind", "shared"], "readout.kind 'shared' needs the last rank's head"),
+    ],
+)
+def test_what_is_wrong_is_said_once_before_the_ranks_meet(num_ranks, arguments, message, tmp_path: Path):
+    done = launch(num_ranks, *SMALL, *arguments, "--training.folder", str(tmp_path / "run"), fails=bool(message))
+    assert message in done.stderr
+    assert done.stderr.count("train.py: error") == (1 if message else 0)
+    assert (tmp_path / "run").exists() == (not message)
+
+
+def test_horizons_in_stages_and_in_blocks():
+    sizes = (2, 1, 3)
+    assert HorizonConfig("backprop").build(sizes) == backprop(6)
+    assert HorizonConfig("sliding", 2, "blocks").build(sizes) == sliding(6, 2)
+    assert HorizonConfig("tumbling", 4, "blocks").build(sizes) == tumbling(6, 4)
+    assert HorizonConfig("cumulative", 3, "blocks").build(sizes) == cumulative(6, 3)
+    assert HorizonConfig("loco", None, "blocks").build(sizes) == loco(6)
+    assert [aims[0][0] for aims in HorizonConfig("sliding", 1).build(sizes).targets] == [2, 2, 3, 6, 6, 6]
+    with pytest.raises(ValueError, match=r"horizon\.size must be a whole number, got None"):
+        HorizonConfig("sliding")
+
+
+def test_the_papers_rule_drops_the_rate_when_an_epochs_loss_rose():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    rule = DropOnRise(optimizer)
+    rates = []
+    for loss in (3.0, 2.0, 2.5, 2.4, 2.6):
+        rule.end_epoch(loss)
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx([1, 1, 0.9, 0.9, 0.81])
+
+
+def test_any_scheduler_of_torch_is_stepped_and_bad_arguments_are_named():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    config = OptimizerConfig(scheduler="StepLR", scheduler_arguments={"step_size": 1, "gamma": 0.5})
+    step = build_scheduler(config, optimizer)
+    optimizer.step()
+    step()
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    with pytest.raises(ValueError, match=r"optimizer\.scheduler_arguments do not fit StepLR"):
+        build_scheduler(OptimizerConfig(scheduler="StepLR"), optimizer)

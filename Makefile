@@ -1,4 +1,4 @@
-# make demo      set up, then show on real models what a horizon does to the gradient and to memory
+# make demo      set up, then show on real models what a horizon does to the gradient, to memory and to training
 # make test      set up, then run the tests (make test-all: the slow ones too)
 # make check     set up, then lint, formatting and strict types
 
@@ -24,8 +24,9 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/mpc-dist angles --config configs/res_mlp.yaml --out runs/demo/res_mlp
 	$(BIN)/mpc-dist angles --config configs/gpt_stdlib.yaml --out runs/demo/gpt
+	$(BIN)/mpc-dist demo --config configs/gpt_train.yaml --out runs/demo/train
 	@echo
-	@echo "Pictures: runs/demo/res_mlp/angles.png and runs/demo/gpt/angles.png"
+	@echo "Pictures: runs/demo/res_mlp/angles.png, runs/demo/gpt/angles.png and runs/demo/train/timelines.png"
 
 test: $(READY)
 	$(BIN)/python -m pytest -m 'not slow'

@@ -1,6 +1,8 @@
 """Benchmarks: each is a ratio against a peer in the same run, repeats alternating, medians reported.
 
 python launch/bench.py schedule --stages 8 --microbatches 1,4,8 --json out.json
+python launch/bench.py compute --microbatches 2,4,8,16 --repeats 5
+python launch/bench.py memory
 python launch/bench.py scale
 python launch/bench.py angles --blocks 16 --repeats 7
 """
@@ -13,6 +15,8 @@ import torch
 from rich.console import Console
 
 from mpc_dist.bench.angles import bench_angles
+from mpc_dist.bench.compute import ComputeSetting, bench_compute
+from mpc_dist.bench.memory import bench_memory
 from mpc_dist.bench.peers import PEERS
 from mpc_dist.bench.rows import Row, build_table, write_rows
 from mpc_dist.bench.scale import bench_scale
@@ -77,6 +81,32 @@ def run_scale(options: argparse.Namespace, console: Console) -> list[Row]:
     return rows
 
 
+def run_compute(options: argparse.Namespace, console: Console) -> list[Row]:
+    """Real compute on local ranks with one thread each, beside torch's 1F1B and one process."""
+    setting = ComputeSetting(
+        num_ranks=options.stages,
+        num_blocks=options.blocks,
+        width=options.width,
+        batch_size=options.batch_size,
+        microbatches=options.microbatches,
+        repeats=options.repeats,
+    )
+    rows = bench_compute(setting)
+    console.print(
+        build_table(rows, f"{options.blocks} residual MLP blocks, width {options.width}, on {options.stages} ranks")
+    )
+    return rows
+
+
+def run_memory(options: argparse.Namespace, console: Console) -> list[Row]:
+    """Peak live activation bytes per rank against the horizon."""
+    rows = bench_memory(
+        num_stages=options.stages, num_microbatches=options.microbatches, width=options.width, context=options.context
+    )
+    console.print(build_table(rows, f"a gpt on {options.stages} stages, one block each"))
+    return rows
+
+
 Benchmark = Callable[[argparse.Namespace, Console], list[Row]]
 
 
@@ -111,6 +141,20 @@ def build_parser() -> argparse.ArgumentParser:
     schedule.add_argument("--latency", type=float, default=0.0005, help="seconds per message to build the order for")
     schedule.add_argument("--no-peers", action="store_true", help="leave out torch's schedules")
 
+    compute = add("compute", run_compute)
+    compute.add_argument("--stages", type=int, default=2, help="ranks, one thread each")
+    compute.add_argument("--blocks", type=int, default=16, help="residual MLP blocks")
+    compute.add_argument("--width", type=int, default=512, help="features of a state; four times as many inside")
+    compute.add_argument("--batch-size", type=int, default=512, help="samples per step")
+    compute.add_argument("--microbatches", type=whole_numbers, default=(2, 4, 8, 16), help="numbers of micro-batches")
+    compute.add_argument("--repeats", type=int, default=5, help="rounds in which the systems alternate")
+
+    memory = add("memory", run_memory)
+    memory.add_argument("--stages", type=int, default=8, help="stages")
+    memory.add_argument("--microbatches", type=int, default=16, help="micro-batches")
+    memory.add_argument("--width", type=int, default=64, help="features of a state")
+    memory.add_argument("--context", type=int, default=64, help="tokens per sample")
+
     scale = add("scale", run_scale)
     scale.add_argument("--stages", type=whole_numbers, default=(4, 8, 16, 64, 256, 1024), help="numbers of stages")
     scale.add_argument("--microbatches", type=int, default=8, help="micro-batches")
@@ -122,7 +166,7 @@ def main() -> None:
     parser = build_parser()
     options = parser.parse_args()
     try:
-        rows = options.run(options, Console(width=None))
+        rows = options.run(options, Console() if Console().is_terminal else Console(width=130))
         if options.json:
             write_rows(rows, options.json)
     except ValueError as error:

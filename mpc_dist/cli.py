@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from mpc_dist import __version__
-from mpc_dist.commands import angles, schedule
+from mpc_dist.commands import angles, demo, schedule
 from mpc_dist.validation import look_up
 
 EXIT_BAD_INPUT = 2
@@ -22,7 +22,11 @@ class Command:
     summary: str
 
 
-COMMANDS = {"angles": Command(angles.run, angles.SUMMARY), "schedule": Command(schedule.run, schedule.SUMMARY)}
+COMMANDS = {
+    "angles": Command(angles.run, angles.SUMMARY),
+    "demo": Command(demo.run, demo.SUMMARY),
+    "schedule": Command(schedule.run, schedule.SUMMARY),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

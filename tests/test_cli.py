@@ -115,6 +115,15 @@ def test_schedule_draws_prices_and_writes(tmp_path, capsys):
     assert len((tmp_path / "a.txt").read_text().splitlines()) == 4
 
 
+def test_demo_trains_both_and_draws_them(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    small = "--model.num_blocks 2 --model.width 8 --data.context 8 --data.max_bytes 20000 --training.steps 4".split()
+    assert main(["demo", "--config", "configs/gpt_train.yaml", *small, "--out", str(tmp_path)]) == 0
+    assert "h = 1 stage" in capsys.readouterr().out
+    assert (tmp_path / "timelines.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "backprop" / "metrics-rank1.jsonl").exists()
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -144,6 +153,4 @@ def test_the_installed_command_runs():
     command = Path(sys.executable).with_name("mpc-dist")
     done = subprocess.run([command, "angels"], capture_output=True, text=True, timeout=60)
     assert done.returncode == EXIT_BAD_INPUT
-    assert (
-        done.stderr == "mpc-dist: error: unknown command 'angels'; did you mean 'angles'? (known: angles, schedule)\n"
-    )
+    assert done.stderr.startswith("mpc-dist: error: unknown command 'angels'; did you mean 'angles'? ")

@@ -1,5 +1,6 @@
 """The README's code and commands run as printed."""
 
+import os
 import re
 import shlex
 import subprocess
@@ -11,35 +12,48 @@ import pytest
 from tests.conftest import ROOT
 
 README = (ROOT / "README.md").read_text()
-COMMANDS = re.findall(r"^(mpc-dist .*)$", README, flags=re.MULTILINE)
+COMMANDS = re.findall(r"^(mpc-dist .*|torchrun .*)$", README, flags=re.MULTILINE)
+LOOP, GRADIENTS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 @pytest.fixture
 def workplace(tmp_path: Path) -> Path:
-    """An empty folder with the shipped configs, so that nothing is written into the project."""
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    """An empty folder with the shipped configs and scripts, so that nothing is written into the project."""
+    for name in ("configs", "launch"):
+        (tmp_path / name).symlink_to(ROOT / name)
     return tmp_path
 
 
-def test_the_python_example_prints_what_the_readme_says(workplace: Path):
-    (code,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    (printed,) = re.findall(r"```text\n(.*?)```", README, flags=re.DOTALL)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=workplace)
+def run(words: list[str], folder: Path) -> str:
+    program = Path(sys.executable).with_name(words[0])
+    done = subprocess.run(
+        [program, *words[1:]], capture_output=True, text=True, timeout=240, cwd=folder, env=ENVIRONMENT
+    )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(printed)
+    return done.stdout
+
+
+def test_the_gradient_example_prints_what_the_readme_says(workplace: Path):
+    (printed,) = re.findall(r"```text\n(.*?)```", README, flags=re.DOTALL)
+    assert run(["python", "-c", GRADIENTS], workplace).startswith(printed)
+
+
+def test_the_loop_trains_under_torchrun(workplace: Path):
+    (workplace / "my_loop.py").write_text(LOOP)
+    (command,) = re.findall(r"^# (torchrun .*)$", LOOP, flags=re.MULTILINE)
+    found = dict(re.findall(r"loss after block (\d): ([\d.]+)", run(shlex.split(command), workplace)))
+    assert set(found) == {"3", "6"}
+    assert float(found["6"]) < 0.2  # from about 0.5
 
 
 def test_the_readme_shows_commands():
-    assert len(COMMANDS) >= 3
+    assert len(COMMANDS) >= 5
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_commands_run_as_printed(command: str, workplace: Path):
-    program, *arguments = shlex.split(command)
-    path = Path(sys.executable).with_name(program)
-    done = subprocess.run([path, *arguments], capture_output=True, text=True, timeout=240, cwd=workplace)
-    assert done.returncode == 0, done.stderr
-    assert list(workplace.glob("runs/*/angles.png"))
+    assert run(shlex.split(command), workplace)
 
 
 def test_the_files_that_the_readme_links_to_are_there():

@@ -3,7 +3,8 @@
 It runs the same programs by the same executors as the distributed pipeline, and so is its test and its debugger.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor, nn
 
@@ -47,8 +48,10 @@ class InProcessPipeline:
             for rank in range(layout.num_ranks)
         ]
 
-    def step(self, inputs: Tensor, labels: Tensor) -> list[StepRecord]:
-        """One optimizer step on a batch; a record per rank."""
+    def step(
+        self, inputs: Tensor, labels: Tensor, *, contexts: Sequence[AbstractContextManager[object]] | None = None
+    ) -> list[StepRecord]:
+        """One optimizer step on a batch; a record per rank. Each rank's work runs in its context, if there are any."""
         parts = split_batch(inputs, labels, self.schedule.num_microbatches)
         for stage in self.stages:
             stage.start_step(*parts)
@@ -59,7 +62,8 @@ class InProcessPipeline:
             for rank, stage in enumerate(self.stages):
                 if rank not in records:
                     place = stage.executor.place
-                    record = stage.run()
+                    with nullcontext() if contexts is None else contexts[rank]:
+                        record = stage.run()
                     progressed |= stage.executor.place != place
                     if record is not None:
                         records[rank] = record

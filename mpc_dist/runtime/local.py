@@ -102,8 +102,9 @@ def _run_rank(
         saved = io.BytesIO()
         torch.save(answer, saved)
         results.put((rank, True, saved.getvalue()))
-        dist.barrier()
-        dist.destroy_process_group()
+        if dist.is_initialized():  # the function may have left the group itself
+            dist.barrier()
+            dist.destroy_process_group()
     except BaseException:
         results.put((rank, False, traceback.format_exc()))
     finally:

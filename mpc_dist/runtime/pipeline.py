@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -26,9 +27,14 @@ DEFAULT_TIMEOUT = timedelta(minutes=10)
 class StepResult:
     """What a step gave on this rank."""
 
-    losses: dict[int, float]
-    """Mean loss at each boundary that this rank reads."""
     record: StepRecord
+    layout: Layout
+
+    @cached_property
+    def losses(self) -> dict[int, float]:
+        """Mean loss at each boundary that this rank reads; on a GPU, reading them waits for the step to finish."""
+        ends = self.layout.blocks
+        return {ends[s - 1].stop: float(torch.stack(values).mean()) for s, values in self.record.losses.items()}
 
 
 class Pipeline:
@@ -77,6 +83,11 @@ class Pipeline:
         """This rank's stage; there is one once a first batch has shown the shapes."""
         assert self._stage is not None, "run a step first"
         return self._stage
+
+    @property
+    def seconds_waiting(self) -> float:
+        """How long this rank has waited for its neighbours so far."""
+        return self._transport.seconds_waiting if self._transport is not None else 0.0
 
     def named_parameters(self) -> Mapping[str, nn.Parameter]:
         """This rank's parameters by their names in the whole chain."""

@@ -27,10 +27,11 @@ from mpc_dist.training.optimizer import DropOnRise, build_optimizer, build_sched
 from mpc_dist.training.sections import DROP_ON_RISE
 
 
-def train(config: Config, launch: Launch) -> dict[int, Score]:
-    """Train as configured; returns the last evaluation of this rank's readouts, by boundary.
+def train(config: Config, launch: Launch, *, is_quiet: bool = False) -> dict[int, Score]:
+    """Train as configured, with a progress bar on rank 0 unless quiet.
 
-    Everything that can be wrong with the configuration is found before the ranks meet.
+    Returns the last evaluation of this rank's readouts, by boundary. What is wrong with the configuration is found
+    before the ranks meet.
     """
     parallel = config.parallel
     check_world(launch, num_stages=parallel.stages, num_replicas=parallel.replicas)
@@ -68,15 +69,23 @@ def train(config: Config, launch: Launch) -> dict[int, Score]:
         timeout=timeout,
     )
     with pipeline:
-        return _Loop(config, launch, mesh, pipeline, data, batches).run()
+        return _Loop(config, launch, mesh, pipeline, data, batches, is_quiet=is_quiet).run()
 
 
 class _Loop:
     def __init__(
-        self, config: Config, launch: Launch, mesh: Mesh, pipeline: Pipeline, data: Dataset, batches: Batches
+        self,
+        config: Config,
+        launch: Launch,
+        mesh: Mesh,
+        pipeline: Pipeline,
+        data: Dataset,
+        batches: Batches,
+        *,
+        is_quiet: bool,
     ) -> None:
         self._config = config
-        self._launch = launch
+        self._shows_progress = launch.rank == 0 and not is_quiet
         self._mesh = mesh
         self._pipeline = pipeline
         self._data = data
@@ -93,7 +102,7 @@ class _Loop:
         self._metrics.write(event="start", config=self._config.as_dict(), stage=self._mesh.stage)
         scores: dict[int, Score] = {}
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        shown = Progress(*columns) if self._launch.rank == 0 else nullcontext()
+        shown = Progress(*columns) if self._shows_progress else nullcontext()
         with shown as progress:
             bar = None if progress is None else progress.add_task("training", total=training.steps)
             for step in range(1, training.steps + 1):
@@ -120,8 +129,9 @@ class _Loop:
             result = self._pipeline.step(inputs, labels)
         seconds = time.perf_counter() - start
         self._step_rate()
-        last = self._config.model.num_blocks
-        self._epoch_losses += [loss for boundary, loss in result.losses.items() if boundary == last]
+        if self._drop is not None:
+            last = self._config.model.num_blocks
+            self._epoch_losses += [loss for boundary, loss in result.losses.items() if boundary == last]
         if self._batches.epoch != epoch:
             self._end_epoch()
         if step == 1 or step % self._config.training.log_every == 0:
@@ -135,6 +145,9 @@ class _Loop:
                 in_flight=result.record.most_in_flight,
                 **extra,
             )
+        if step == self._config.training.steps:
+            actions = [(str(interval.action), interval.start, interval.end) for interval in result.record.timeline]
+            self._metrics.write(event="timeline", step=step, actions=actions)
 
     def _set_up_rates(self) -> None:
         optimizer = self._pipeline.stage.optimizer

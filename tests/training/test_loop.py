@@ -58,7 +58,10 @@ def test_a_run_reports_what_it_did(tmp_path: Path):
     done = launch(2, *SMALL, "--training.folder", str(tmp_path))
     assert "test loss" in done.stdout
     first = read_metrics(tmp_path, 0)
-    assert [line["event"] for line in first] == ["start", "step", "step", "evaluation", "step", "step", "evaluation"]
+    assert [line["event"] for line in first] == [
+        *("start", "step", "step", "evaluation"),
+        *("step", "step", "timeline", "evaluation"),
+    ]
     assert first[0]["config"]["horizon"] == {"windows": "sliding", "size": 1, "unit": "stages"}
     step: dict[str, Any] = first[1]
     assert step["live_bytes"] > 0

@@ -1,0 +1,130 @@
+"""Benchmarks run end to end on a tiny setting; their numbers are figures, not tests."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpc_dist.bench.emulate import Pace, SleepingBlock
+from mpc_dist.bench.rows import Row
+from mpc_dist.bench.scale import bench_scale
+from mpc_dist.bench.schedule import parse_windows, speed_ups
+from mpc_dist.windows import backprop, sliding, tumbling
+from tests.conftest import ROOT
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "launch/bench.py", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+
+
+def test_the_schedule_benchmark_reports_ours_and_torchs(tmp_path: Path):
+    out = tmp_path / "rows.json"
+    options = "schedule --stages 4 --microbatches 4 --f 0.002 --repeats 1 --seconds 0.05 --json".split()
+    done = run(*options, str(out))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())
+    fields = {"system", "windows", "split", "stages", "microbatches", "step_seconds", "spread", "repeats"}
+    assert all(fields <= set(row) for row in rows)
+    systems = {row["system"] for row in rows}
+    assert {"mpc_dist", "torch-GPipe", "torch-1F1B", "torch-InterleavedZeroBubble", "torch-ZBV"} <= systems
+    assert {(row["windows"], row["split"]) for row in rows if row["system"] == "mpc_dist"} >= {
+        ("sliding:1", False),
+        ("sliding:2", True),
+        ("tumbling:4", True),
+        ("backprop", False),
+    }
+    # Compute is emulated by sleeping, so no step can be shorter than its busiest rank's sleep.
+    for row in rows:
+        assert row["step_seconds"] > 0.9 * 3 * 4 * 0.002
+
+
+def test_the_angle_benchmark_compares_ways_that_agree(tmp_path: Path):
+    out = tmp_path / "rows.json"
+    done = run(*"angles --blocks 3 --width 16 --context 8 --batch-size 2 --repeats 2 --json".split(), str(out))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(out.read_text())[0]["system"] == "one pass"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("angles --blocks 0", "model.num_blocks 0 is out of range"),
+        ("schedule --stages 4 --costs 1,2", "--costs has 2 entries for 4 stages"),
+    ],
+)
+def test_bad_settings_are_said_in_one_line(arguments, message):
+    done = run(*arguments.split())
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_compute_benchmark_compares_with_torch_and_one_process(tmp_path: Path):
+    out = tmp_path / "rows.json"
+    options = "compute --blocks 4 --width 16 --batch-size 16 --microbatches 2 --repeats 2 --json".split()
+    done = run(*options, str(out))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())
+    assert {(row["system"], row["windows"]) for row in rows} == {
+        ("mpc_dist", "sliding:1"),
+        ("mpc_dist", "backprop"),
+        ("torch-1F1B", ""),
+        ("one-process", "backprop"),
+    }
+
+
+def test_the_memory_benchmark_counts_more_for_longer_horizons(tmp_path: Path):
+    out = tmp_path / "rows.json"
+    done = run(*"memory --stages 4 --microbatches 6 --width 64 --context 16 --json".split(), str(out))
+    assert done.returncode == 0, done.stderr
+    peaks = [row["peak MiB, worst rank"] for row in json.loads(out.read_text())]
+    assert peaks == sorted(peaks)
+    assert peaks[-1] > 2 * peaks[0]
+    assert [row["in flight"] for row in json.loads(out.read_text())][-1] == 4
+
+
+def test_simulated_steps_of_horizons_do_not_grow_with_the_stages():
+    rows = bench_scale([4, 16], [("sliding:1", False), ("sliding:2", True), ("backprop", False)], 8)
+    times = {(row.windows, row.stages): row.step_seconds for row in rows}
+    assert times["sliding:1", 4] == times["sliding:1", 16] == 24
+    assert times["sliding:2", 4] == times["sliding:2", 16] == 32
+    assert times["backprop", 16] - times["backprop", 4] == 3 * 12
+
+
+def test_an_emulated_block_takes_its_time_in_each_pass():
+    import time
+
+    import torch
+
+    block, pace = SleepingBlock(Pace(0.02), 4), 0.02
+    state = torch.zeros(2, 4, requires_grad=True)
+
+    def timed(action) -> float:
+        start = time.perf_counter()
+        action()
+        return (time.perf_counter() - start) / pace
+
+    output = block(state)
+    one = torch.ones_like(output)
+    assert timed(lambda: block(state)) >= 1
+    assert 1 <= timed(lambda: torch.autograd.grad(output, state, one, retain_graph=True)) < 2  # a relay
+    assert timed(lambda: torch.autograd.grad(output, block.weight, one, retain_graph=True)) >= 2
+    assert timed(lambda: torch.autograd.grad(output, [state, block.weight], one, retain_graph=True)) >= 2
+
+
+def test_speed_ups_are_against_torchs_fastest_at_the_same_micro_batches():
+    def row(system: str, seconds: float, microbatches: int) -> Row:
+        return Row.of_times([seconds], system=system, windows="x", split=False, stages=2, microbatches=microbatches)
+
+    rows = [row("mpc_dist", 1.0, 4), row("torch-GPipe", 3.0, 4), row("torch-1F1B", 2.0, 4), row("torch-1F1B", 9.0, 8)]
+    (found,) = speed_ups(rows)
+    assert (found["against"], found["speed_up"]) == ("torch-1F1B", 2.0)
+
+
+def test_window_names_are_read():
+    assert parse_windows("sliding:2", 4) == sliding(4, 2)
+    assert parse_windows("tumbling:2", 4) == tumbling(4, 2)
+    assert parse_windows("backprop", 4) == backprop(4)

@@ -105,11 +105,7 @@ class Pipeline:
         self.stage.start_step(*parts)
         record = self.stage.run()
         assert record is not None
-        boundary_of = {
-            segment + 1: self.layout.blocks[segment].stop for segment in self.layout.segments[self.mesh.stage]
-        }
-        losses = {boundary_of[s]: float(torch.stack(values).mean()) for s, values in record.losses.items()}
-        return StepResult(losses, record)
+        return StepResult(record, self.layout)
 
     def evaluate(self, inputs: Tensor, labels: Tensor) -> dict[int, Score]:
         """Loss and accuracy at every readout of this rank, by boundary, without training."""

@@ -81,9 +81,10 @@ def build_chain(
     parts = build_parts(model, task, readout=readout, seed=seed)
     last = model.num_blocks
     wanted = sorted({*(range(1, last + 1) if boundaries is None else boundaries), last})
+    blocks = [parts.block(t) for t in range(last)]
     head = parts.head()
     readouts = {s: build_readout(model, task, readout, s, head=head, seed=seed) for s in wanted}
-    return Chain([parts.block(t) for t in range(last)], LOSSES[task.kind], readouts)
+    return Chain(blocks, LOSSES[task.kind], readouts)
 
 
 def build_readout(

@@ -9,7 +9,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from mpc_dist.report.angles import format_bytes
 from mpc_dist.report.timeline import draw_figure
 from mpc_dist.runtime.local import run_local_ranks
 from mpc_dist.runtime.mesh import Launch
@@ -68,9 +67,10 @@ def _train(config: Config) -> Outcome:
     folder = Path(config.training.folder)
     lines = [read_metrics(folder, rank) for rank in range(num_ranks)]
     steps = [[line for line in found if line["event"] == "step"] for found in lines]
-    measured = tuple(_read_timeline(found) for found in lines)
+    timelines = [_read_timelines(found) for found in lines]
+    measured = tuple(found[-1] for found in timelines)
     layout = lay_out(config.horizon.build(config.partition), config.partition)
-    costs = measure_costs(measured)
+    costs = measure_costs([timeline for found in timelines for timeline in found])
     schedule = build_schedule(layout, config.parallel.microbatches, split=config.parallel.split, costs=costs)
     price = simulate(schedule, layout, costs)
     last = str(config.model.num_blocks)
@@ -95,21 +95,26 @@ def _periods(steps: list[dict[str, Any]]) -> list[float]:
     return [line["step_seconds"] for line in later]
 
 
-def _read_timeline(lines: list[dict[str, Any]]) -> tuple[Interval, ...]:
-    found = next(line for line in reversed(lines) if line["event"] == "timeline")
-    return tuple(Interval(parse_action(text), start, end) for text, start, end in found["actions"])
+def _read_timelines(lines: list[dict[str, Any]]) -> list[tuple[Interval, ...]]:
+    """A rank's last steps, in order."""
+    return [
+        tuple(Interval(parse_action(text), start, end) for text, start, end in line["actions"])
+        for line in lines
+        if line["event"] == "timeline"
+    ]
 
 
 def _table(config: Config, outcomes: dict[str, Outcome]) -> Table:
     values = config.as_dict()
     table = Table(
         title=f"{values['model']['name']}, {config.model.num_blocks} blocks on {config.parallel.stages} ranks, "
-        f"{config.parallel.microbatches} micro-batches, {config.training.steps} steps"
+        f"{config.parallel.microbatches} micro-batches, {config.training.steps} steps",
+        caption="MiB held: most bytes kept for backward, by rank; simulated: from the measured times of the actions",
     )
-    for heading in ("", "ms per step", "simulated", "held for backward, by rank", "training loss", "test loss"):
+    for heading in ("", "ms/step", "simulated", "MiB held", "train loss", "test loss"):
         table.add_column(heading, justify="right" if heading else "left")
     for name, outcome in outcomes.items():
-        held = ", ".join(format_bytes(size) for size in outcome.live_bytes)
+        held = ", ".join(f"{size / 2**20:.2f}" for size in outcome.live_bytes)
         table.add_row(
             name,
             f"{1000 * outcome.step_seconds:.1f}",

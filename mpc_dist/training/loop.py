@@ -26,6 +26,9 @@ from mpc_dist.training.metrics import MetricsFile, read_metrics
 from mpc_dist.training.optimizer import DropOnRise, build_optimizer, build_scheduler
 from mpc_dist.training.sections import DROP_ON_RISE
 
+NUM_TIMELINES = 20
+"""Of how many last steps the metrics hold when each action ran."""
+
 
 def train(config: Config, launch: Launch, *, is_quiet: bool = False) -> dict[int, Score]:
     """Train as configured, with a progress bar on rank 0 unless quiet.
@@ -145,7 +148,7 @@ class _Loop:
                 in_flight=result.record.most_in_flight,
                 **extra,
             )
-        if step == self._config.training.steps:
+        if step > self._config.training.steps - NUM_TIMELINES:
             actions = [(str(interval.action), interval.start, interval.end) for interval in result.record.timeline]
             self._metrics.write(event="timeline", step=step, actions=actions)
 

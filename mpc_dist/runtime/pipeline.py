@@ -16,7 +16,14 @@ from mpc_dist.runtime.mesh import Launch, Mesh, build_mesh, leave
 from mpc_dist.runtime.microbatch import split_batch
 from mpc_dist.runtime.reducer import AllReduceReducer
 from mpc_dist.runtime.stage import OptimizerFactory, Score, Stage, StageOptions
-from mpc_dist.runtime.transport import ACTIVATIONS, ADJOINTS, Channel, DistributedTransport, connect_in_memory
+from mpc_dist.runtime.transport import (
+    ACTIVATIONS,
+    ADJOINTS,
+    Channel,
+    DistributedTransport,
+    Transport,
+    connect_in_memory,
+)
 from mpc_dist.schedule import Costs, Layout, build_schedule, lay_out, split_evenly, validate
 from mpc_dist.windows import Windows, expand, sliding
 
@@ -159,7 +166,7 @@ class Pipeline:
                 channels[direction, kind] = Channel(after, group, output.shape, output.dtype, mesh.device)
         return stage
 
-    def _build_stage(self, transport: object) -> Stage:
+    def _build_stage(self, transport: Transport) -> Stage:
         mesh = self.mesh
 
         def sum_over_stages(value: Tensor) -> None:
@@ -172,7 +179,7 @@ class Pipeline:
             blocks=self._blocks,
             readouts=self._readouts,
             loss=self._loss,
-            transport=transport,  # type: ignore[arg-type]
+            transport=transport,
             optimizer=self._optimizer,
             options=self._options,
             reducer=AllReduceReducer(mesh.replicas) if mesh.replicas is not None else None,

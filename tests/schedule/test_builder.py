@@ -111,12 +111,15 @@ def test_1F1B_holds_one_micro_batch_less_on_each_further_rank():
 def test_every_layout_gets_a_valid_schedule(layout, num_microbatches, split):
     schedule = build_schedule(layout, num_microbatches, split=split)
     validate(schedule, layout, cap=layout.span + 1)
+    costs = Costs.uniform([1.0] * layout.num_segments)
+    assert max(simulate(schedule, layout, costs).in_flight) <= layout.span + 1
 
 
 @given(layouts(), st.integers(1, 5), st.integers(1, 3), st.booleans())
 def test_a_given_cap_is_kept(layout, num_microbatches, cap, split):
     schedule = build_schedule(layout, num_microbatches, split=split, cap=cap)
     validate(schedule, layout, cap=cap)
+    assert max(simulate(schedule, layout, Costs.uniform([1.0] * layout.num_segments)).in_flight) <= cap
 
 
 @given(layouts(), st.integers(1, 4), st.booleans(), st.floats(0, 3))

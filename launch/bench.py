@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from rich.progress import Progress
 
 from mpc_dist.bench.angles import bench_angles
 from mpc_dist.bench.compute import ComputeSetting, bench_compute
@@ -20,7 +21,7 @@ from mpc_dist.bench.memory import bench_memory
 from mpc_dist.bench.peers import PEERS
 from mpc_dist.bench.rows import Row, build_table, write_rows
 from mpc_dist.bench.scale import bench_scale
-from mpc_dist.bench.schedule import OURS, Setting, bench_schedule, speed_ups
+from mpc_dist.bench.schedule import WINDOWS, Setting, bench_schedule, list_systems, speed_ups
 
 
 def numbers(text: str) -> tuple[float, ...]:
@@ -55,7 +56,7 @@ def run_schedule(options: argparse.Namespace, console: Console) -> list[Row]:
     setting = Setting(
         num_stages=options.stages,
         microbatches=options.microbatches,
-        windows=OURS,
+        windows=WINDOWS,
         peers=() if options.no_peers else PEERS,
         seconds=options.f,
         costs=costs,
@@ -63,7 +64,9 @@ def run_schedule(options: argparse.Namespace, console: Console) -> list[Row]:
         repeat_seconds=options.seconds,
         latency=options.latency,
     )
-    rows = bench_schedule(setting)
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("measuring", total=len(list_systems(setting)) * setting.repeats)
+        rows = bench_schedule(setting, lambda: progress.advance(task))
     console.print(build_table(rows, f"{options.stages} ranks, f = {1000 * options.f:g} ms (units: step time / f)"))
     for found in speed_ups(rows):
         name, peer = f"{found['windows']}{' split' if found['split'] else ''}", found["against"]
@@ -137,7 +140,7 @@ def build_parser() -> argparse.ArgumentParser:
     schedule.add_argument("--f", type=float, default=0.01, help="seconds of one stage's forward of one micro-batch")
     schedule.add_argument("--costs", type=numbers, help="each stage's cost relative to f, e.g. 1,1,2,1")
     schedule.add_argument("--repeats", type=int, default=3, help="rounds in which the systems alternate")
-    schedule.add_argument("--seconds", type=float, default=1.0, help="about how long a system runs in each round")
+    schedule.add_argument("--seconds", type=float, default=2.0, help="about how long a system runs in each round")
     schedule.add_argument("--latency", type=float, default=0.0005, help="seconds per message to build the order for")
     schedule.add_argument("--no-peers", action="store_true", help="leave out torch's schedules")
 

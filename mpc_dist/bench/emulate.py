@@ -23,13 +23,7 @@ def measure_overshoot() -> float:
     return statistics.median(taken)
 
 
-def _sleep_until(deadline: float, overshoot: float) -> None:
-    remaining = deadline - time.perf_counter() - overshoot
-    if remaining > 0:
-        time.sleep(remaining)
-
-
-@dataclass(frozen=True)
+@dataclass
 class Pace:
     """How long a block takes."""
 
@@ -38,9 +32,22 @@ class Pace:
     overshoot: float = 0.0
     """What to sleep less, see `measure_overshoot`."""
 
-    def spend(self, since: float | None = None) -> None:
-        """Sleep until the block's time is over, counted from `since` or from now."""
-        _sleep_until((time.perf_counter() if since is None else since) + self.seconds, self.overshoot)
+    def __post_init__(self) -> None:
+        self._backward = -1
+        self._deadline = 0.0
+
+    def spend(self, since: float) -> None:
+        """Sleep until the block's time is over, counted from `since`."""
+        self._deadline = since + self.seconds
+        remaining = self._deadline - time.perf_counter() - self.overshoot
+        if remaining > 0:
+            time.sleep(remaining)
+
+    def spend_in_backward(self) -> None:
+        """Sleep for a gradient; two of one backward pass take twice the time from the first one's beginning."""
+        current = torch._C._current_graph_task_id()
+        self.spend(self._deadline if current == self._backward else time.perf_counter())
+        self._backward = current
 
 
 class _SleepInput(torch.autograd.Function):
@@ -53,7 +60,7 @@ class _SleepInput(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        ctx.pace.spend()
+        ctx.pace.spend_in_backward()
         return gradients[0], None, None
 
 
@@ -65,7 +72,7 @@ class _SleepWeight(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        ctx.pace.spend()
+        ctx.pace.spend_in_backward()
         return gradients[0], None
 
 

@@ -4,8 +4,8 @@ import gc
 import itertools
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -18,13 +18,15 @@ from mpc_dist.bench.peers import PEERS, Step, build_peer
 from mpc_dist.bench.rows import Row
 from mpc_dist.readout import Identity
 from mpc_dist.runtime.local import run_local_ranks
-from mpc_dist.runtime.mesh import Launch, Mesh, build_mesh
+from mpc_dist.runtime.mesh import Launch, build_mesh
 from mpc_dist.runtime.pipeline import Pipeline
 from mpc_dist.schedule import Costs, Layout, build_schedule, lay_out, simulate
 from mpc_dist.windows import Windows, backprop, sliding, tumbling
 
 WIDTH = 16
+WARM_UP_STEPS = 3
 TIMEOUT = timedelta(seconds=60)
+RANKS_TIMEOUT = 300.0
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,8 @@ class Setting:
     """What the order of actions is built for, in seconds per message."""
 
 
-OURS = (
+OURS = "mpc_dist"
+WINDOWS = (
     ("sliding:1", False),
     ("sliding:2", True),
     ("sliding:3", True),
@@ -58,43 +61,65 @@ OURS = (
 )
 
 
-def bench_schedule(setting: Setting) -> list[Row]:
+@dataclass(frozen=True)
+class System:
+    """One thing to measure."""
+
+    name: str
+    """`mpc_dist` or a peer's name."""
+    windows: str
+    split: bool
+    num_microbatches: int
+
+
+def bench_schedule(setting: Setting, on_progress: Callable[[], None] = lambda: None) -> list[Row]:
     """Rows of every system, ours with the simulator's prediction."""
-    by_rank: list[dict[Any, Any]] = [{} for _ in range(setting.num_stages)]
     overshoot = measure_overshoot()
-    # New processes for each number of micro-batches: what one leaves behind must not slow the next.
-    for num_microbatches in setting.microbatches:
-        one = replace(setting, microbatches=(num_microbatches,))
-        found = run_local_ranks(_measure, setting.num_stages, one, overshoot, timeout=120.0 + 60 * setting.repeats)
-        for mine, new in zip(by_rank, found, strict=True):
-            mine |= new
+    times: dict[System, list[float]] = {}
+    in_flight: dict[System, int] = {}
+    # Systems alternate, each time in new processes: what one leaves behind must not slow the next.
+    for _ in range(setting.repeats):
+        for system in list_systems(setting):
+            ranks = run_local_ranks(_measure, setting.num_stages, setting, system, overshoot, timeout=RANKS_TIMEOUT)
+            on_progress()
+            if ranks[0] is not None:
+                times.setdefault(system, []).append(max(seconds for seconds, _ in ranks))  # of the slowest rank
+                in_flight[system] = max(in_flight.get(system, 0), *(held for _, held in ranks))
     rows = []
-    for key, first in by_rank[0].items():
-        system, windows, split, num_microbatches = key
-        if first is None:
-            continue
-        ranks = [found[key] for found in by_rank]
-        times = [max(repeat) for repeat in zip(*(rank["times"] for rank in ranks), strict=True)]  # of the slowest rank
-        extra: dict[str, Any] = {"units": statistics.median(times) / setting.seconds}
-        if system == "mpc_dist":
-            predicted = _predict(setting, windows, split, num_microbatches)
+    for system, found in times.items():
+        median = statistics.median(found)
+        extra: dict[str, Any] = {"units": median / setting.seconds}
+        if system.name == OURS:
+            predicted = _predict(setting, system)
             extra |= {
                 "simulated": predicted / setting.seconds,
-                "measured/simulated": statistics.median(times) / predicted,
-                "in_flight": max(rank["in_flight"] for rank in ranks),
+                "measured/simulated": median / predicted,
+                "in_flight": in_flight[system],
             }
         rows.append(
             Row.of_times(
-                times,
-                system=system,
-                windows=windows,
-                split=split,
+                found,
+                system=system.name,
+                windows=system.windows,
+                split=system.split,
                 stages=setting.num_stages,
-                microbatches=num_microbatches,
+                microbatches=system.num_microbatches,
                 extra=extra,
             )
         )
     return rows
+
+
+def list_systems(setting: Setting) -> list[System]:
+    """Every system at every number of micro-batches."""
+    return [
+        system
+        for number in setting.microbatches
+        for system in (
+            *(System(OURS, windows, split, number) for windows, split in setting.windows),
+            *(System(peer, "backprop", "ZB" in peer or "ZeroBubble" in peer, number) for peer in setting.peers),
+        )
+    ]
 
 
 def parse_windows(name: str, num_blocks: int) -> Windows:
@@ -113,54 +138,31 @@ def _costs(setting: Setting) -> Costs:
     return Costs.uniform([setting.seconds * cost for cost in setting.costs], latency=setting.latency)
 
 
-def _predict(setting: Setting, windows: str, split: bool, num_microbatches: int) -> float:
-    layout, costs = _layout(setting, windows), _costs(setting)
-    schedule = build_schedule(layout, num_microbatches, split=split, costs=costs)
+def _predict(setting: Setting, system: System) -> float:
+    layout, costs = _layout(setting, system.windows), _costs(setting)
+    schedule = build_schedule(layout, system.num_microbatches, split=system.split, costs=costs)
     return simulate(schedule, layout, costs).step_time
 
 
-def _measure(rank: int, setting: Setting, overshoot: float) -> dict[tuple[str, str, bool, int], dict[str, Any] | None]:
-    """This rank's step times, systems alternating within each repeat."""
-    results: dict[tuple[str, str, bool, int], dict[str, Any] | None] = {}
-    # One mesh for all: a system's messages have all arrived before the next one starts.
-    mesh = build_mesh(Launch(rank, setting.num_stages, rank), num_stages=setting.num_stages, timeout=TIMEOUT)
-    for num_microbatches in setting.microbatches:
-        systems: dict[tuple[str, str, bool, int], Any] = {}
-        num_steps: dict[tuple[str, str, bool, int], int] = {}
-        for windows, split in setting.windows:
-            systems["mpc_dist", windows, split, num_microbatches] = _Ours(
-                mesh, setting, windows, split, num_microbatches, overshoot
-            )
-        for name in setting.peers:
-            key = name, "backprop", "ZB" in name or "ZeroBubble" in name, num_microbatches
-            systems[key] = _build_peer(name, rank, setting, num_microbatches, overshoot)
-            results[key] = None
-        for key, system in systems.items():
-            if system is not None:
-                results[key] = {"times": [], "in_flight": 0}
-                for _ in range(2):  # connects, then warms up
-                    start = time.perf_counter()
-                    system()
-                    if isinstance(system, _Ours):
-                        system.finish()
-                found_steps = setting.repeat_seconds / (time.perf_counter() - start)
-                # All ranks must make the same number of steps.
-                agreed = torch.tensor(min(100, max(5, round(found_steps))))
-                dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
-                num_steps[key] = int(agreed)
-        gc.collect()
-        gc.freeze()  # what has been built is not to be searched for garbage again and again
-        for _ in range(setting.repeats):
-            for key, system in systems.items():
-                found = results[key]
-                if found is None:
-                    continue
-                dist.barrier()
-                found["times"].append(_time_steps(system, num_steps[key]))
-                if isinstance(system, _Ours):
-                    system.finish()
-                    found["in_flight"] = max(found["in_flight"], system.most_in_flight)
-    return results
+def _measure(rank: int, setting: Setting, system: System, overshoot: float) -> tuple[float, int] | None:
+    """This rank's median step time and most micro-batches in flight; None if the system refuses the setting."""
+    if system.name == OURS:
+        step: _Ours | Step | None = _Ours(rank, setting, system, overshoot)
+    else:
+        step = _build_peer(rank, setting, system, overshoot)
+    if step is None:
+        return None
+    for _ in range(WARM_UP_STEPS):  # the first connects
+        step()
+    gc.freeze()  # what has been built is not to be searched for garbage again and again
+    dist.barrier()
+    # All ranks must make the same number of steps.
+    num_steps = min(100, max(10, round(setting.repeat_seconds / _predict(setting, system))))
+    seconds = _time_steps(step, num_steps)
+    if not isinstance(step, _Ours):
+        return seconds, 0
+    step.finish()
+    return seconds, step.most_in_flight
 
 
 def _time_steps(step: Step, num_steps: int) -> float:
@@ -175,22 +177,21 @@ def _time_steps(step: Step, num_steps: int) -> float:
 class _Ours:
     """A horizon pipeline as a function that makes one step."""
 
-    def __init__(
-        self, mesh: Mesh, setting: Setting, windows: str, split: bool, num_microbatches: int, overshoot: float
-    ) -> None:
+    def __init__(self, rank: int, setting: Setting, system: System, overshoot: float) -> None:
+        launch = Launch(rank, setting.num_stages, rank)
         self._pipeline = Pipeline(
-            mesh,
-            _layout(setting, windows),
+            build_mesh(launch, num_stages=setting.num_stages, timeout=TIMEOUT),
+            _layout(setting, system.windows),
             build_block=lambda t: SleepingBlock(Pace(setting.seconds * setting.costs[t], overshoot), WIDTH),
             build_readout=lambda _: Identity(),
             loss=cheap_loss,
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
-            num_microbatches=num_microbatches,
-            split=split,
+            num_microbatches=system.num_microbatches,
+            split=system.split,
             costs=_costs(setting),
             timeout=TIMEOUT,
         )
-        self._batch = _batch(num_microbatches)
+        self._batch = _batch(system.num_microbatches)
         self.most_in_flight = 0
 
     def finish(self) -> None:
@@ -206,16 +207,17 @@ def _batch(num_microbatches: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.zeros(num_microbatches, WIDTH), torch.zeros(num_microbatches, WIDTH)
 
 
-def _build_peer(name: str, rank: int, setting: Setting, num_microbatches: int, overshoot: float) -> Step | None:
+def _build_peer(rank: int, setting: Setting, system: System, overshoot: float) -> Step | None:
     def build_chunk(index: int, total: int) -> nn.Module:
         per_rank = total // setting.num_stages
         # Stage `index` of `total` holds 1/per_rank of the blocks of one of our stages, in the order of the chain.
         seconds = setting.seconds * setting.costs[index // per_rank] / per_rank
         return SleepingBlock(Pace(seconds, overshoot), WIDTH)
 
+    batch = _batch(system.num_microbatches)
     try:
         return build_peer(
-            name, rank, setting.num_stages, num_microbatches, build_chunk, *_batch(num_microbatches), cheap_loss
+            system.name, rank, setting.num_stages, system.num_microbatches, build_chunk, *batch, cheap_loss
         )
     except (ValueError, RuntimeError, AssertionError):
         return None  # torch refuses this number of micro-batches
@@ -226,7 +228,7 @@ def speed_ups(rows: Sequence[Row]) -> list[dict[str, Any]]:
     found = []
     for row in rows:
         peers = [other for other in rows if other.system in PEERS and other.microbatches == row.microbatches]
-        if row.system == "mpc_dist" and peers:
+        if row.system == OURS and peers:
             best = min(peers, key=lambda other: other.step_seconds)
             found.append(
                 {

@@ -48,11 +48,18 @@ class Executor:
         self._receives = [action for action in program if action.op in RECEIVES]
         self._segments = segments
         self._transport = transport
-        self._work = work
+        self._num_microbatches = work.num_microbatches
         self._on_segment_done = on_segment_done
         self._on_update = on_update
         self._record_times = record_times
-        self._targets = {s: dict(work.layout.windows.targets[s]) for s in segments}
+        self._targets = {s: work.layout.windows.targets[s] for s in segments}
+        self._carried = {s: work.carried_readout(s) for s in segments}
+        self._sends = {action: work.messages_made(action) for action in program if action.op is Op.FORWARD}
+        self._num_adjoint_uses = {
+            (s, readout): work.layout.windows.is_target(s, readout) + work.is_relayed(s, readout)
+            for s in segments
+            for readout in work.layout.windows.readouts_crossing(s)
+        }
         self._handlers: dict[Op, Callable[[Action], None]] = {
             Op.FORWARD: self._forward,
             Op.RELAY: self._relay,
@@ -80,7 +87,7 @@ class Executor:
         assert self._place == 0
         self._record = StepRecord(started=time.perf_counter())
         self._inputs, self._labels = inputs, labels
-        self._backwards_left = dict.fromkeys(self._segments, self._work.num_microbatches)
+        self._backwards_left = dict.fromkeys(self._segments, self._num_microbatches)
         self._transport.expect(self._receives)
 
     def run(self) -> StepRecord | None:
@@ -120,23 +127,26 @@ class Executor:
         state = self._inputs[microbatch] if index == 0 else self._activations.pop((index, microbatch))
         labels = self._labels[microbatch] if self._segments[index].readout is not None else None
         output, reading = self._segments[index].forward(microbatch, state, labels)
-        held = frozenset().union(*(segment.in_flight for segment in self._segments.values()))
-        self._record.most_in_flight = max(self._record.most_in_flight, len(held))
+        self._count_in_flight()
         if reading is not None:
             self._keep_reading(index, microbatch, reading)
-        for send in self._work.messages_made(action):
+        for send in self._sends[action]:
             self._outgoing[send] = output
         if index + 1 in self._segments:
             self._activations[index + 1, microbatch] = output
+
+    def _count_in_flight(self) -> None:
+        held = [segment.in_flight for segment in self._segments.values()]
+        number = len(held[0]) if len(held) == 1 else len(frozenset().union(*held))
+        self._record.most_in_flight = max(self._record.most_in_flight, number)
 
     def _keep_reading(self, index: int, microbatch: int, reading: Reading) -> None:
         self._record.losses.setdefault(index + 1, []).append(reading.loss)
         self._keep_adjoint(index, microbatch, index + 1, reading.adjoint)
 
     def _keep_adjoint(self, index: int, microbatch: int, readout: int, adjoint: Tensor) -> None:
-        uses = self._work.layout.windows.is_target(index, readout) + self._work.is_relayed(index, readout)
         self._adjoints[index, microbatch, readout] = adjoint
-        self._adjoint_uses[index, microbatch, readout] = uses
+        self._adjoint_uses[index, microbatch, readout] = self._num_adjoint_uses[index, readout]
 
     def _use_adjoint(self, index: int, microbatch: int, readout: int) -> Tensor:
         key = index, microbatch, readout
@@ -161,7 +171,7 @@ class Executor:
     def _target_adjoint(self, action: Action) -> Tensor:
         """The weighted sum of the adjoints that the segment's weights learn from."""
         total = None
-        for readout, weight in self._targets[action.segment].items():
+        for readout, weight in self._targets[action.segment]:
             adjoint = self._use_adjoint(action.segment, action.microbatch, readout)
             weighted = adjoint if weight == 1 else adjoint * weight
             total = weighted if total is None else total + weighted
@@ -169,7 +179,7 @@ class Executor:
         return total
 
     def _backward(self, action: Action) -> None:
-        readout = self._work.carried_readout(action.segment)
+        readout = self._carried[action.segment]
         below = self._segments[action.segment].backward(
             action.microbatch, self._target_adjoint(action), to_input=readout is not None
         )
@@ -180,7 +190,7 @@ class Executor:
 
     def _input_half(self, action: Action) -> None:
         below = self._segments[action.segment].input_half(action.microbatch, self._target_adjoint(action))
-        readout = self._work.carried_readout(action.segment)
+        readout = self._carried[action.segment]
         if readout is not None:
             self._pass_on(action, readout, below)
 

@@ -3,7 +3,7 @@
 Each micro-batch has a graph of its own, from a detached input; it is freed after the last adjoint that crosses it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mpc_dist.gradient import run_block
 from mpc_dist.readout import Loss
+from mpc_dist.runtime.engine import add_gradients, find_gradient
 from mpc_dist.runtime.split import WeightHalf, run_input_half
 
 Scope = Callable[[int, int], AbstractContextManager[object]]
@@ -58,13 +59,15 @@ class Segment:
 
     def __post_init__(self) -> None:
         self._in_flight: dict[int, _InFlight] = {}
-        self._share = torch.tensor(1 / self.num_microbatches, dtype=torch.float64)
+        self._share: Tensor | None = None
         self._parameters = [p for block in self.blocks for p in block.parameters() if p.requires_grad]
+        self._readout_parameters = [] if self.readout is None else [*self.readout.parameters()]
+        self._readout_parameters = [p for p in self._readout_parameters if p.requires_grad]
 
     @property
-    def in_flight(self) -> frozenset[int]:
+    def in_flight(self) -> Set[int]:
         """The micro-batches whose activations are held."""
-        return frozenset(self._in_flight)
+        return self._in_flight.keys()
 
     def forward(self, microbatch: int, state: Tensor, labels: Tensor | None) -> tuple[Tensor, Reading | None]:
         """Run the blocks, and read the loss if the segment's end has a readout; the output is detached."""
@@ -91,8 +94,9 @@ class Segment:
         assert self.readout is not None
         leaf = state.requires_grad_()
         loss = self.loss(self.predict(microbatch, leaf), labels)
-        weights = [parameter for parameter in self.readout.parameters() if parameter.requires_grad]
-        torch.autograd.backward(loss, self._share.to(loss), inputs=[leaf, *weights])
+        if self._share is None:
+            self._share = torch.full_like(loss, 1 / self.num_microbatches)
+        add_gradients([loss], [self._share], [leaf, *self._readout_parameters], retain_graph=False)
         assert leaf.grad is not None
         return Reading(loss.detach(), leaf.grad)
 
@@ -107,19 +111,16 @@ class Segment:
     def relay(self, microbatch: int, adjoint: Tensor) -> Tensor:
         """The adjoint at the input; weights are not touched."""
         flight = self._in_flight[microbatch]
-        retain = flight.uses_left > 1
-        (below,) = torch.autograd.grad(
-            flight.output, flight.source, adjoint, retain_graph=retain, allow_unused=True, materialize_grads=True
-        )
+        below = find_gradient(flight.output, adjoint, flight.source, retain_graph=flight.uses_left > 1)
         self._use(microbatch)
-        return below
+        return torch.zeros_like(flight.source) if below is None else below
 
     def backward(self, microbatch: int, adjoint: Tensor, *, to_input: bool) -> Tensor | None:
         """Add the weight gradients to `.grad`; the adjoint at the input if asked for."""
         flight = self._in_flight[microbatch]
         sources = [*self._parameters, *([flight.source] if to_input else [])]
         if flight.output.requires_grad and sources:
-            torch.autograd.backward(flight.output, adjoint, inputs=sources, retain_graph=flight.uses_left > 1)
+            add_gradients([flight.output], [adjoint], sources, retain_graph=flight.uses_left > 1)
         below, flight.source.grad = flight.source.grad, None
         if to_input and below is None:
             below = torch.zeros_like(flight.source)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from mpc_dist.runtime.engine import add_gradients
+
 
 @dataclass(frozen=True)
 class WeightHalf:
@@ -22,7 +24,7 @@ class WeightHalf:
     def run(self) -> None:
         """Add the weight gradients to the parameters' `.grad`."""
         for edges, arrived, parameters in self.branches:
-            torch.autograd.backward(edges, arrived, inputs=parameters, retain_graph=True)
+            add_gradients(edges, arrived, parameters, retain_graph=True)
 
 
 def run_input_half(
@@ -39,7 +41,7 @@ def run_input_half(
         for node in meeting_points
     ]
     try:
-        torch.autograd.backward(output, adjoint, inputs=[source, *direct], retain_graph=True)
+        add_gradients([output], [adjoint], [source, *direct], retain_graph=True)
     finally:
         for handle in handles:
             handle.remove()

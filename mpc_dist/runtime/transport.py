@@ -4,12 +4,13 @@ There is one channel per direction and pair of neighbours. Messages have no tags
 channel's receives come in the order of its sends: both are read off one schedule.
 """
 
+import ctypes
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -70,6 +71,29 @@ class InMemoryTransport:
         return self._queue(action).popleft()[1]
 
 
+class Mark(NamedTuple):
+    """A quiet NaN that no computation makes, written at a buffer's end before the receive.
+
+    gloo silently accepts a message that is shorter than the buffer: if the mark is still there, it was short.
+    """
+
+    kind: type[ctypes.c_int64 | ctypes.c_int32 | ctypes.c_int16]
+    bits: int
+
+
+_MARKS = {
+    torch.float64: Mark(ctypes.c_int64, 0x7FF8_0BAD_C0DE_0BAD),
+    torch.float32: Mark(ctypes.c_int32, 0x7FC0_BADC),
+    torch.bfloat16: Mark(ctypes.c_int16, 0x7FDB),
+    torch.float16: Mark(ctypes.c_int16, 0x7E5B),
+}
+
+
+def _end_of(buffer: Tensor, mark: Mark) -> ctypes.c_int64 | ctypes.c_int32 | ctypes.c_int16:
+    """The last element of a CPU buffer, as an integer in its memory: four times as fast as by torch's operations."""
+    return mark.kind.from_address(buffer.data_ptr() + buffer.nbytes - ctypes.sizeof(mark.kind))
+
+
 @dataclass(frozen=True)
 class Message:
     """A tensor under way, kept alive until it has arrived."""
@@ -93,6 +117,10 @@ class Channel:
     expected: deque[Action] = field(default_factory=deque)
     posted: deque[Message] = field(default_factory=deque)
     sent: deque[Message] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        self.rank_in_group = dist.get_group_rank(self.group, self.peer)
+        self.mark = _MARKS.get(self.dtype) if self.device.type == "cpu" and self.shape.numel() else None
 
 
 class DistributedTransport:
@@ -121,11 +149,10 @@ class DistributedTransport:
     def _post(self, channel: Channel) -> None:
         while channel.expected and len(channel.posted) < self.POSTED_AHEAD:
             buffer = torch.empty(channel.shape, dtype=channel.dtype, device=channel.device)
-            _mark_end(buffer)
+            if channel.mark is not None:
+                _end_of(buffer, channel.mark).value = channel.mark.bits
             action = channel.expected.popleft()
-            work = dist.irecv(buffer, src=channel.peer, group=channel.group)
-            assert work is not None
-            channel.posted.append(Message(action, buffer, work))
+            channel.posted.append(Message(action, buffer, channel.group.recv([buffer], channel.rank_in_group, 0)))
 
     def send(self, action: Action, tensor: Tensor) -> None:
         """Send without waiting; the tensor must have the shape that was agreed on."""
@@ -138,9 +165,7 @@ class DistributedTransport:
         while len(channel.sent) >= self.MOST_UNDER_WAY:
             self._finish_oldest_send(channel)
         tensor = tensor.contiguous()
-        work = dist.isend(tensor, dst=channel.peer, group=channel.group)
-        assert work is not None
-        channel.sent.append(Message(action, tensor, work))
+        channel.sent.append(Message(action, tensor, channel.group.send([tensor], channel.rank_in_group, 0)))
 
     def is_ready(self, action: Action) -> bool:  # noqa: ARG002
         """Receiving waits for another process, so it may always be tried."""
@@ -152,7 +177,7 @@ class DistributedTransport:
         message = channel.posted.popleft()
         assert message.action == action, (message.action, action)
         self._wait(message.work, action, channel, "receiving from")
-        if _has_end_mark(message.tensor):
+        if channel.mark is not None and _end_of(message.tensor, channel.mark).value == channel.mark.bits:
             raise PeerError(f"rank {self._rank} got a short message at {action} from rank {channel.peer}")
         self._post(channel)
         return message.tensor
@@ -183,29 +208,6 @@ class DistributedTransport:
 def kind_of(action: Action) -> str:
     """Which of the two kinds of messages a send or receive moves."""
     return ACTIVATIONS if action.op.value in ("SA", "RA") else ADJOINTS
-
-
-# gloo silently accepts a message that is shorter than the buffer. A quiet NaN that no computation makes marks the
-# buffer's end before the receive: if it is still there afterwards, the message was short.
-_MARKS: dict[torch.dtype, tuple[torch.dtype, int]] = {
-    torch.float64: (torch.int64, 0x7FF8_0BAD_C0DE_0BAD),
-    torch.float32: (torch.int32, 0x7FC0_BADC),
-    torch.bfloat16: (torch.int16, 0x7FDB),
-    torch.float16: (torch.int16, 0x7E5B),
-}
-
-
-def _mark_end(buffer: Tensor) -> None:
-    if buffer.device.type == "cpu" and buffer.dtype in _MARKS and buffer.numel():
-        bits, mark = _MARKS[buffer.dtype]
-        buffer.view(-1)[-1:].view(bits).fill_(mark)
-
-
-def _has_end_mark(buffer: Tensor) -> bool:
-    if buffer.device.type != "cpu" or buffer.dtype not in _MARKS or not buffer.numel():
-        return False
-    bits, mark = _MARKS[buffer.dtype]
-    return bool(buffer.view(-1)[-1:].view(bits).item() == mark)
 
 
 def connect_in_memory(num_ranks: int) -> Sequence[InMemoryTransport]:

@@ -2,15 +2,17 @@
 
 torchrun --standalone --nproc-per-node 2 launch/train.py --config configs/gpt_train.yaml
 python launch/train.py --config configs/res_mlp.yaml --training.steps 200
+torchrun --standalone --nproc-per-node 4 launch/train.py --config configs/gpt_train.yaml --plan runs/plan/plan.yaml
 """
 
 import sys
+from pathlib import Path
 
 from rich.console import Console
 
 from mpc_dist.runtime.mesh import Launch
+from mpc_dist.training.auto import train_as_planned
 from mpc_dist.training.config import ConfigParser
-from mpc_dist.training.loop import train
 
 EXIT_BAD_INPUT = 2
 
@@ -19,8 +21,10 @@ def main() -> int:
     """Read the configuration, train, and print the last evaluation."""
     launch = Launch.from_environment()
     try:
-        config, _ = ConfigParser(sys.argv[1:], prog="train.py", description="Train a model with MPC gradients.").parse()
-        scores = train(config, launch)
+        parser = ConfigParser(sys.argv[1:], prog="train.py", description="Train a model with MPC gradients.")
+        parser.parser.add_argument("--plan", type=str, default=None, help="A plan of `mpc-dist plan` to run.")
+        config, options = parser.parse()
+        config, scores = train_as_planned(config, launch, None if options.plan is None else Path(options.plan))
     except (ValueError, OSError) as error:
         # Every rank finds the same mistake: one of them says it.
         if launch.rank == 0:

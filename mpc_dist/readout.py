@@ -79,9 +79,24 @@ class Shared(nn.Module):
         # In a tuple, so that the head's weights are not registered here a second time.
         self._head = (head,)
 
+    @property
+    def head(self) -> nn.Module:
+        """The final head, or this rank's copy of it."""
+        return self._head[0]
+
+    def point_to(self, head: nn.Module) -> None:
+        """Read through another copy of the head from now on."""
+        self._head = (head,)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Shared":
+        """Move or convert the head too: on most ranks nobody else owns it."""
+        self.head._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
     def forward(self, state: Tensor) -> Tensor:
         """Return the head's prediction from this state."""
-        (head,) = self._head
+        head = self.head
         constant = {name: tensor.detach() for name, tensor in (*head.named_parameters(), *head.named_buffers())}
         prediction: Tensor = torch.func.functional_call(head, constant, (state,))
         return prediction

@@ -3,7 +3,7 @@
 import difflib
 import math
 from collections.abc import Iterable, Mapping
-from typing import SupportsIndex, TypeGuard, TypeVar
+from typing import TypeGuard, TypeVar
 
 T = TypeVar("T")
 
@@ -19,7 +19,7 @@ def check_whole(name: str, value: object, *, minimum: int, maximum: int | None =
 
 def is_whole(value: object) -> TypeGuard[int]:
     """Whether it is an integer of any kind (also numpy's); a boolean is not."""
-    return isinstance(value, SupportsIndex) and not isinstance(value, bool)
+    return hasattr(type(value), "__index__") and not isinstance(value, bool)
 
 
 def check_real(name: str, value: object, *, minimum: float, maximum: float | None = None) -> None:

@@ -192,6 +192,25 @@ def group(windows: Windows, sizes: Sequence[int]) -> Windows:
     )
 
 
+def shrink(windows: Windows, num_blocks: int) -> Windows:
+    """The same windows on a chain with fewer blocks, each standing for as many of these.
+
+    What blocks of one group aim at is averaged, at the boundary of the group in which it lies.
+    """
+    if windows.num_blocks % num_blocks:
+        raise ValueError(f"{windows.num_blocks} blocks cannot shrink to {num_blocks}; use a divisor")
+    ratio = windows.num_blocks // num_blocks
+    targets = []
+    for start in range(0, windows.num_blocks, ratio):
+        weights: dict[int, float] = {}
+        for aims in windows.targets[start : start + ratio]:
+            for boundary, weight in aims:
+                place = -(-boundary // ratio)
+                weights[place] = weights.get(place, 0.0) + weight / ratio
+        targets.append(tuple(sorted(weights.items())))
+    return Windows(tuple(targets))
+
+
 def check_horizon(horizon: object, num_blocks: int) -> None:
     """Raise unless the horizon is a whole number of blocks that the model has."""
     _check_size("horizon", horizon, num_blocks)

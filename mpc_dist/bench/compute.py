@@ -1,4 +1,4 @@
-"""`bench.py compute`: real compute on 2 ranks, beside torch's 1F1B and a plain loop in one process.
+"""`bench.py compute`: real compute on 2 ranks, beside torch's 1F1B, DeepSpeed's pipeline and one process.
 
 The model is a chain of residual MLP blocks. Every system does the same work per step: forward, backward, an SGD update.
 """
@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mpc_dist.bench.deepspeed_peer import DEEPSPEED, build_deepspeed, has_deepspeed
 from mpc_dist.bench.peers import Step, build_peer
 from mpc_dist.bench.rows import Row
 from mpc_dist.readout import Identity, mean_squared_error
@@ -27,6 +29,7 @@ from mpc_dist.windows import expand, sliding
 
 TIMEOUT = timedelta(seconds=120)
 LEARNING_RATE = 1e-3
+PEER = "torch-1F1B backprop"
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ def bench_compute(setting: ComputeSetting) -> list[Row]:
     for num_microbatches in setting.microbatches:
         budget = 300.0 + 60 * setting.repeats
         by_rank = run_local_ranks(_measure, setting.num_ranks, setting, num_microbatches, timeout=budget)
-        peer = _slowest(by_rank, "torch-1F1B")
+        peer = _slowest(by_rank, PEER)
         for name in by_rank[0]:
             times = _slowest(by_rank, name)
             system, _, windows = name.partition(" ")
@@ -101,9 +104,19 @@ def _measure(rank: int, setting: ComputeSetting, num_microbatches: int) -> dict[
     }
     systems: dict[str, Callable[[], None]] = {
         **ours,
-        "torch-1F1B backprop": _torch_step(rank, setting, num_microbatches, inputs, labels),
+        PEER: _torch_step(rank, setting, num_microbatches, inputs, labels),
         "one-process backprop": _plain_step(rank, setting, num_microbatches, inputs, labels),
     }
+    if has_deepspeed():
+        systems[f"{DEEPSPEED} backprop"] = build_deepspeed(
+            setting.num_ranks,
+            num_microbatches,
+            [partial(MLPBlock, setting.width)] * setting.num_blocks,
+            inputs,
+            labels,
+            mean_squared_error,
+            learning_rate=LEARNING_RATE,
+        )
     results: dict[str, dict[str, Any]] = {name: {"times": []} for name in systems}
     for system in systems.values():
         system()
@@ -118,7 +131,6 @@ def _measure(rank: int, setting: ComputeSetting, num_microbatches: int) -> dict[
     for name, system in ours.items():
         results[name]["overhead"] = system.overhead_per_action()
         system.pipeline.close()
-    results["torch-1F1B"] = results.pop("torch-1F1B backprop")
     return results
 
 

@@ -8,13 +8,15 @@ Every gradient of every window map is a weighted sum of the same (readout, block
 those is computed once, and only their inner products are kept: from them follows the angle of any windows.
 """
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from mpc_dist.gradient import HeldBlock
 from mpc_dist.models.chain import Chain
@@ -57,6 +59,31 @@ class AngleProfile:
             cosines.append(_inner(grams, windows, full) / np.sqrt(ours * exact))
         return np.array(cosines)
 
+    def write(self, path: Path) -> None:
+        """As JSON, to be read again."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # NaN, for what was not measured, is null in JSON.
+        grams = [[[[None if np.isnan(v) else v for v in row] for row in g] for g in batch] for batch in self.grams]
+        path.write_text(json.dumps({"grams": grams}) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> "AngleProfile":
+        """Read what `write` wrote."""
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))["grams"]
+            grams = tuple(tuple(np.array(gram, dtype=np.float64) for gram in batch) for batch in content)
+            if not grams or not grams[0] or {len(batch) for batch in grams} != {len(grams[0])}:
+                raise ValueError("it holds no batch, or batches of different lengths")
+            for batch in grams:
+                for t, gram in enumerate(batch):
+                    if gram.shape != (len(batch) - t,) * 2:
+                        raise ValueError(f"block {t} has inner products of shape {gram.shape}")
+        except OSError as error:
+            raise ValueError(f"cannot read the angle profile {path}: {error.strerror}") from error
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is no angle profile of mpc_dist ({error})") from error
+        return cls(grams)
+
     def horizon_cosines(self) -> NDArray[np.float64]:
         """cos(theta_h) of the paper's sliding windows for h = 1..T."""
         return np.array([self.cosine(sliding(self.num_blocks, h)) for h in range(1, self.num_blocks + 1)])
@@ -73,18 +100,23 @@ def measure_angles(
 
     `advance` is called after each block of each batch, for a progress bar.
     """
-    needed = _needed_readouts(model.num_blocks, windows)
+    needed = needed_readouts(model.num_blocks, windows)
     missing = sorted({readout for readouts in needed for readout in readouts} - set(model.boundaries))
     if missing:
         raise ValueError(f"these angles need readouts at boundaries {missing}, which the model lacks; build it so")
+    grams = []
     with unchanged(model):
-        grams = tuple(_profile_batch(model, inputs, labels, needed, advance) for inputs, labels in batches)
+        for inputs, labels in batches:
+            probe = StageProbe(list(model.blocks), 0, model.loss_at, needed)
+            probe.forward(inputs, labels)
+            probe.backward({}, advance)
+            grams.append(probe.grams())
     if not grams:
         raise ValueError("angles need at least 1 batch, got none")
-    return AngleProfile(grams)
+    return AngleProfile(tuple(grams))
 
 
-def _needed_readouts(num_blocks: int, windows: Sequence[Windows] | None) -> list[tuple[int, ...]]:
+def needed_readouts(num_blocks: int, windows: Sequence[Windows] | None) -> list[tuple[int, ...]]:
     """For each block, the readouts whose gradients are needed, ascending; back-propagation's always is."""
     if windows is None:
         return [tuple(range(t + 1, num_blocks + 1)) for t in range(num_blocks)]
@@ -92,36 +124,62 @@ def _needed_readouts(num_blocks: int, windows: Sequence[Windows] | None) -> list
     return [tuple(sorted({s for one in maps for s, _ in one.targets[t]})) for t in range(num_blocks)]
 
 
-def _profile_batch(
-    model: Chain, inputs: Tensor, labels: Tensor, needed: Sequence[Sequence[int]], advance: Callable[[], None]
-) -> tuple[Gram, ...]:
-    lowest = {readout: t for t in reversed(range(model.num_blocks)) for readout in needed[t]}
-    held: list[HeldBlock] = []
-    first_adjoints: dict[int, Tensor] = {}  # dL(x(s))/dx(s)
-    state = inputs
-    for boundary, block in enumerate(model.blocks, start=1):
-        held.append(HeldBlock.run(block, state))
-        state = held[-1].output.detach().requires_grad_()
-        if boundary in lowest:
-            loss = model.loss_at(boundary, state, labels)
-            (first_adjoints[boundary],) = torch.autograd.grad(loss, state)
+class StageProbe:
+    """Consecutive blocks of a chain, one forward and one backward pass per micro-batch; or the whole chain.
 
-    grams: list[Gram] = []
-    adjoints: dict[int, Tensor] = {}  # dL(x(s))/dx(t+1), by s
-    for t in reversed(range(model.num_blocks)):
-        if t + 1 in first_adjoints:
-            adjoints[t + 1] = first_adjoints.pop(t + 1)
-        passed, below, rows = held.pop(), {}, {}
-        for readout, adjoint in adjoints.items():
-            gradients, further = passed.pull_back(adjoint, weights=readout in needed[t], to_input=t > lowest[readout])
-            if readout in needed[t]:
-                rows[readout] = _flatten(gradients.values())
-            if further is not None:
-                below[readout] = further
-        grams.append(_gram(rows, t, model.num_blocks))
-        adjoints = below
-        advance()
-    return tuple(reversed(grams))
+    Gradients are summed over the micro-batches, and their inner products are those of the sums.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[nn.Module],
+        first_block: int,
+        loss_at: Callable[[int, Tensor, Tensor], Tensor],
+        needed: Sequence[Sequence[int]],
+    ) -> None:
+        """`needed[t]`: the readouts whose gradients are wanted of block t, for every block of the chain."""
+        self._blocks = blocks
+        self._first = first_block
+        self._loss_at = loss_at
+        self._needed = needed
+        # The lowest block that each readout's adjoint has to reach.
+        self.lowest = {readout: t for t in reversed(range(len(needed))) for readout in needed[t]}
+        self._rows: list[dict[int, Tensor]] = [{} for _ in blocks]
+        self._held: list[HeldBlock] = []
+        self._first_adjoints: dict[int, Tensor] = {}  # dL(x(s))/dx(s)
+
+    def forward(self, state: Tensor, labels: Tensor, *, share: float = 1.0) -> Tensor:
+        """Run the blocks and read every loss that is needed; `share` weighs this micro-batch."""
+        for boundary, block in enumerate(self._blocks, start=self._first + 1):
+            self._held.append(HeldBlock.run(block, state))
+            state = self._held[-1].output.detach().requires_grad_()
+            if boundary in self.lowest:
+                (adjoint,) = torch.autograd.grad(self._loss_at(boundary, state, labels), state)
+                self._first_adjoints[boundary] = adjoint if share == 1 else adjoint * share
+        return state.detach()
+
+    def backward(self, adjoints: dict[int, Tensor], advance: Callable[[], None] = lambda: None) -> dict[int, Tensor]:
+        """Pull back the adjoints at the output, by readout, and these blocks' own; those that go on below."""
+        for t in reversed(range(self._first, self._first + len(self._blocks))):
+            if t + 1 in self._first_adjoints:
+                adjoints = {**adjoints, t + 1: self._first_adjoints.pop(t + 1)}
+            passed, rows, below = self._held.pop(), self._rows[t - self._first], {}
+            for readout, adjoint in adjoints.items():
+                is_needed = readout in self._needed[t]
+                gradients, further = passed.pull_back(adjoint, weights=is_needed, to_input=t > self.lowest[readout])
+                if is_needed:
+                    row = _flatten(gradients.values())
+                    rows[readout] = rows[readout] + row if readout in rows else row
+                if further is not None:
+                    below[readout] = further
+            adjoints = below
+            advance()
+        return adjoints
+
+    def grams(self) -> tuple[Gram, ...]:
+        """Inner products of each of these blocks' gradients."""
+        num_blocks = len(self._needed)
+        return tuple(_gram(rows, t, num_blocks) for t, rows in enumerate(self._rows, start=self._first))
 
 
 def _gram(rows: dict[int, Tensor], t: int, num_blocks: int) -> Gram:

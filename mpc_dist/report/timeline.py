@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
@@ -33,31 +34,37 @@ def draw_figure(timelines: Mapping[str, Sequence[Sequence[Interval]]], *, unit: 
     for axes, (title, timeline) in zip(
         figure.subplots(len(timelines), 1, squeeze=False)[:, 0], timelines.items(), strict=True
     ):
-        start = min((row[0].start for row in timeline if row), default=0.0)
-        bars = sum(len(row) for row in timeline)
-        for rank, row in enumerate(timeline):
-            for interval in row:
-                width = interval.end - interval.start
-                op = interval.action.op
-                if width <= 0:
-                    continue
-                used.add(op)
-                left = interval.start - start
-                axes.barh(rank, width, left=left, height=0.86, color=COLOURS[op], edgecolor="white", linewidth=0.5)
-                if op is not Op.UPDATE and bars < 1500:
-                    axes.text(
-                        left + width / 2, rank, str(interval.action.microbatch), ha="center", va="center", fontsize=6
-                    )
+        used |= draw_axes(axes, timeline, unit=unit)
         axes.set_title(title, loc="left", fontsize=10)
-        axes.set_yticks(range(len(timeline)))
-        axes.set_ylabel("rank")
-        axes.invert_yaxis()
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.set_xlabel(f"time ({unit})")
-    figure.legend(
-        handles=[Patch(color=COLOURS[op], label=NAMES[op]) for op in COLOURS if op in used],
-        loc="outside lower center",
-        ncols=6,
-        frameon=False,
-    )
+    figure.legend(handles=legend_of(used), loc="outside lower center", ncols=6, frameon=False)
     return figure
+
+
+def draw_axes(axes: Axes, timeline: Sequence[Sequence[Interval]], *, unit: str) -> set[Op]:
+    """One chart; the kinds of actions in it."""
+    used: set[Op] = set()
+    start = min((row[0].start for row in timeline if row), default=0.0)
+    bars = sum(len(row) for row in timeline)
+    for rank, row in enumerate(timeline):
+        for interval in row:
+            width = interval.end - interval.start
+            op = interval.action.op
+            if width <= 0:
+                continue
+            used.add(op)
+            left = interval.start - start
+            axes.barh(rank, width, left=left, height=0.86, color=COLOURS[op], edgecolor="white", linewidth=0.5)
+            if op is not Op.UPDATE and bars < 1500:
+                number = str(interval.action.microbatch)
+                axes.text(left + width / 2, rank, number, ha="center", va="center", fontsize=6, clip_on=True)
+    axes.set_yticks(range(len(timeline)))
+    axes.set_ylabel("rank")
+    axes.invert_yaxis()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel(f"time ({unit})")
+    return used
+
+
+def legend_of(used: set[Op]) -> list[Patch]:
+    """A patch for each kind of action."""
+    return [Patch(color=COLOURS[op], label=NAMES[op]) for op in COLOURS if op in used]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from mpc_dist.runtime.segment import Reading, Segment
+from mpc_dist.runtime.segment import Segment
 from mpc_dist.runtime.transport import Transport
 from mpc_dist.schedule.action import COMPUTE, RECEIVES, Action, Op, Program
 from mpc_dist.schedule.simulator import Interval
@@ -76,6 +76,7 @@ class Executor:
         self._record = StepRecord()
         self._inputs: Sequence[Tensor] = ()
         self._labels: Sequence[Tensor] = ()
+        self._unread: dict[tuple[int, int], Tensor] = {}  # outputs whose loss has not been read yet
         self._activations: dict[tuple[int, int], Tensor] = {}  # entering (segment, micro-batch)
         self._adjoints: dict[tuple[int, int, int], Tensor] = {}  # at the output of (segment, micro-batch) of a readout
         self._adjoint_uses: dict[tuple[int, int, int], int] = {}
@@ -115,6 +116,7 @@ class Executor:
     def left_over(self) -> list[str]:
         """What is still in a buffer; nothing after a step."""
         buffers = {
+            "unread": [str(key) for key in self._unread],
             "activations": [str(key) for key in self._activations],
             "adjoints": [str(key) for key in self._adjoints],
             "outgoing": [str(action) for action in self._outgoing],
@@ -125,11 +127,10 @@ class Executor:
     def _forward(self, action: Action) -> None:
         _, index, microbatch, _ = action
         state = self._inputs[microbatch] if index == 0 else self._activations.pop((index, microbatch))
-        labels = self._labels[microbatch] if self._segments[index].readout is not None else None
-        output, reading = self._segments[index].forward(microbatch, state, labels)
+        output = self._segments[index].forward(microbatch, state)
         self._count_in_flight()
-        if reading is not None:
-            self._keep_reading(index, microbatch, reading)
+        if self._segments[index].readout is not None:
+            self._unread[index, microbatch] = output
         for send in self._sends[action]:
             self._outgoing[send] = output
         if index + 1 in self._segments:
@@ -140,7 +141,10 @@ class Executor:
         number = len(held[0]) if len(held) == 1 else len(frozenset().union(*held))
         self._record.most_in_flight = max(self._record.most_in_flight, number)
 
-    def _keep_reading(self, index: int, microbatch: int, reading: Reading) -> None:
+    def _read(self, index: int, microbatch: int) -> None:
+        """Read a segment's own loss: when its adjoint is first used, so that the next rank need not wait for it."""
+        state = self._unread.pop((index, microbatch))
+        reading = self._segments[index].read(microbatch, state, self._labels[microbatch])
         self._record.losses.setdefault(index + 1, []).append(reading.loss)
         self._keep_adjoint(index, microbatch, index + 1, reading.adjoint)
 
@@ -150,6 +154,8 @@ class Executor:
 
     def _use_adjoint(self, index: int, microbatch: int, readout: int) -> Tensor:
         key = index, microbatch, readout
+        if (index, microbatch) in self._unread and readout == index + 1:
+            self._read(index, microbatch)
         self._adjoint_uses[key] -= 1
         if self._adjoint_uses[key]:
             return self._adjoints[key]

@@ -54,6 +54,8 @@ class Mesh:
     """All stages of this replica, for what concerns them all."""
     replicas: dist.ProcessGroup | None = None
     """All replicas of this stage; None if there is one."""
+    timeout: timedelta = timedelta(minutes=10)
+    """How long anything waits for another rank."""
 
 
 def check_world(launch: Launch, *, num_stages: int, num_replicas: int) -> None:
@@ -76,8 +78,7 @@ def build_mesh(
         torch.cuda.set_device(device)
     if launch.world_size == 1:
         return Mesh(0, 1, 0, 1, device, (0,))
-    if not dist.is_initialized():
-        dist.init_process_group(backend="nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+    join(launch, device.type, timeout.total_seconds())
     mesh: DeviceMesh = init_device_mesh(device_type, (num_stages, num_replicas), mesh_dim_names=(PIPELINE, DATA))
     stage, replica = divmod(launch.rank, num_replicas)
     # Every process makes every group, in the same order, as torch requires.
@@ -98,7 +99,15 @@ def build_mesh(
         upward=directions["upward"],
         stages=mesh.get_group(PIPELINE),
         replicas=mesh.get_group(DATA) if num_replicas > 1 else None,
+        timeout=timeout,
     )
+
+
+def join(launch: Launch, device_type: str, timeout: float) -> None:
+    """Join the process group, if there is more than one process and it has not been joined yet."""
+    if launch.world_size > 1 and not dist.is_initialized():
+        backend = "nccl" if device_type == "cuda" else "gloo"
+        dist.init_process_group(backend=backend, timeout=timedelta(seconds=timeout))
 
 
 def leave() -> None:

@@ -9,12 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mpc_dist.profile.angle import AngleProfile
 from mpc_dist.profile.unchanged import unchanged
-from mpc_dist.readout import Identity, Loss
+from mpc_dist.readout import Identity, Loss, Shared
+from mpc_dist.runtime.angle_probe import probe_angles
 from mpc_dist.runtime.executor import StepRecord
 from mpc_dist.runtime.mesh import Launch, Mesh, build_mesh, leave
 from mpc_dist.runtime.microbatch import split_batch
 from mpc_dist.runtime.reducer import AllReduceReducer
+from mpc_dist.runtime.shared_head import SharedHead, share_head
 from mpc_dist.runtime.stage import OptimizerFactory, Score, Stage, StageOptions
 from mpc_dist.runtime.transport import (
     ACTIVATIONS,
@@ -79,9 +82,11 @@ class Pipeline:
         boundaries = [layout.blocks[segment].stop for segment in own if segment + 1 in layout.windows.readouts]
         self._blocks = {t: build_block(t).to(mesh.device) for t in layout.stage_blocks(mesh.stage)}
         self._readouts = {s: build_readout(s).to(mesh.device) for s in boundaries}
+        self._build_readout = build_readout
         self._loss = loss
         self._optimizer = optimizer
         self._options = options or StageOptions()
+        self._shared_head = self._share_head() if mesh.num_stages > 1 else None
         self._stage: Stage | None = None
         self._transport: DistributedTransport | None = None
 
@@ -95,6 +100,11 @@ class Pipeline:
     def seconds_waiting(self) -> float:
         """How long this rank has waited for its neighbours so far."""
         return self._transport.seconds_waiting if self._transport is not None else 0.0
+
+    @property
+    def seconds_waiting_for_head(self) -> float:
+        """How long this rank has waited for the last stage's head so far; 0 unless readouts are shared."""
+        return self._shared_head.seconds_waiting if self._shared_head is not None else 0.0
 
     def named_parameters(self) -> Mapping[str, nn.Parameter]:
         """This rank's parameters by their names in the whole chain."""
@@ -121,10 +131,34 @@ class Pipeline:
         assert scores is not None
         return scores
 
+    def measure_angles(self, batches: Sequence[tuple[Tensor, Tensor]]) -> AngleProfile:
+        """The angle of any windows to back-propagation, for a model that no single rank holds.
+
+        Every rank calls it with the same batches and gets the whole profile. Readouts that training does not use are
+        built for it, with their initial weights.
+        """
+        parts = [self._prepare(*batch) for batch in batches]
+        ends = range(min(self._blocks) + 1, max(self._blocks) + 2)
+        readouts = {s: self._readouts[s] if s in self._readouts else self._build_extra_readout(s) for s in ends}
+        self.close()  # what was sent for training has arrived: the channels are free
+        profile = probe_angles(
+            self.mesh,
+            self.stage.transport,
+            self._blocks,
+            readouts,
+            self._loss,
+            self.layout.blocks[-1].stop,
+            parts,
+        )
+        self.close()
+        return profile
+
     def close(self) -> None:
         """Wait until the neighbours have taken what was sent."""
         if self._transport is not None:
             self._transport.close()
+        if self._shared_head is not None:
+            self._shared_head.finish()
 
     def __enter__(self) -> "Pipeline":
         return self
@@ -140,6 +174,21 @@ class Pipeline:
         if self._stage is None:
             self._stage = self._connect(parts[0][0])
         return parts
+
+    def _build_extra_readout(self, boundary: int) -> nn.Module:
+        readout = self._build_readout(boundary).to(self.mesh.device)
+        own = [one for one in self._readouts.values() if isinstance(one, Shared)]
+        if isinstance(readout, Shared) and own:
+            readout.point_to(own[0].head)
+        return readout
+
+    def _share_head(self) -> SharedHead | None:
+        windows, ranks = self.layout.windows, self.layout.ranks
+        readers = frozenset(ranks[boundary - 1] for boundary in windows.readouts)
+        shared_head = share_head(self.mesh, readers, self._readouts, self.layout.blocks[-1].stop)
+        if shared_head is not None:
+            shared_head.start()  # ranks may have initialised their copies differently
+        return shared_head
 
     def _connect(self, sample: Tensor) -> Stage:
         """Agree on the shapes of messages by passing one micro-batch's shapes down the pipe, and build the stage."""
@@ -183,6 +232,7 @@ class Pipeline:
             optimizer=self._optimizer,
             options=self._options,
             reducer=AllReduceReducer(mesh.replicas) if mesh.replicas is not None else None,
+            shared_head=self._shared_head,
             sum_over_stages=sum_over_stages if mesh.stages is not None else None,
             replica=mesh.replica,
         )

@@ -69,16 +69,12 @@ class Segment:
         """The micro-batches whose activations are held."""
         return self._in_flight.keys()
 
-    def forward(self, microbatch: int, state: Tensor, labels: Tensor | None) -> tuple[Tensor, Reading | None]:
-        """Run the blocks, and read the loss if the segment's end has a readout; the output is detached."""
+    def forward(self, microbatch: int, state: Tensor) -> Tensor:
+        """Run the blocks; the output is detached."""
         source = state.detach().requires_grad_(state.is_floating_point())
         output = self.run_blocks(microbatch, source)
         self._in_flight[microbatch] = _InFlight(source, output, self.num_uses)
-        reading = None
-        if self.readout is not None:
-            assert labels is not None
-            reading = self._read(microbatch, output.detach(), labels)
-        return output.detach(), reading
+        return output.detach()
 
     def run_blocks(self, microbatch: int, state: Tensor) -> Tensor:
         """The blocks' output, with its graph if gradients are enabled."""
@@ -90,9 +86,9 @@ class Segment:
                     state = run_block(block, state)
         return state
 
-    def _read(self, microbatch: int, state: Tensor, labels: Tensor) -> Reading:
-        assert self.readout is not None
-        leaf = state.requires_grad_()
+    def read(self, microbatch: int, state: Tensor, labels: Tensor) -> Reading:
+        """Read the loss of the segment's output, and its gradients: the readout's own go to `.grad`."""
+        leaf = state.detach().requires_grad_()
         loss = self.loss(self.predict(microbatch, leaf), labels)
         if self._share is None:
             self._share = torch.full_like(loss, 1 / self.num_microbatches)

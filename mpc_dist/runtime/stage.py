@@ -12,6 +12,7 @@ from mpc_dist.readout import Loss
 from mpc_dist.runtime.executor import Executor, StepRecord
 from mpc_dist.runtime.randomness import Randomness, has_dropout
 from mpc_dist.runtime.segment import Scope, Segment
+from mpc_dist.runtime.shared_head import SharedHead
 from mpc_dist.runtime.transport import Transport
 from mpc_dist.schedule import Layout, Schedule
 from mpc_dist.schedule.action import Action, Op
@@ -64,6 +65,7 @@ class Stage:
         optimizer: OptimizerFactory,
         options: StageOptions,
         reducer: Reducer | None = None,
+        shared_head: SharedHead | None = None,
         sum_over_stages: Callable[[Tensor], None] | None = None,
         replica: int = 0,
     ) -> None:
@@ -75,8 +77,9 @@ class Stage:
         self.readouts = dict(readouts)
         self.randomness = Randomness(options.seed, replica)
         self._options = options
-        self._transport = transport
+        self.transport = transport
         self._reducer = reducer
+        self._shared_head = shared_head
         self._sum_over_stages = sum_over_stages
         self.parameters = [p for _, p in self.named_parameters() if p.requires_grad]
         self.optimizer = optimizer(self.parameters) if self.parameters else None
@@ -107,6 +110,7 @@ class Stage:
 
     def start_step(self, inputs: Sequence[Tensor], labels: Sequence[Tensor]) -> None:
         """Begin a step on these micro-batches."""
+        self._await_head()
         self.executor.start_step(inputs, labels)
 
     def run(self) -> StepRecord | None:
@@ -118,18 +122,19 @@ class Stage:
 
         Yields None while it waits, the scores at the end. Interior readouts are early exits: free but for themselves.
         """
+        self._await_head()
         own = self.layout.segments[self.rank]
         first, last = own[0], own[-1]
         receives = [Action(Op.RECEIVE_ACTIVATION, first, m) for m in range(len(inputs))] if first else []
-        self._transport.expect(receives)
+        self.transport.expect(receives)
         scores = {boundary: Score() for boundary in self.readouts}
         self.train(False)
         for microbatch in range(len(inputs)):
             state = inputs[microbatch]
             if receives:
-                while not self._transport.is_ready(receives[microbatch]):
+                while not self.transport.is_ready(receives[microbatch]):
                     yield None
-                state = self._transport.receive(receives[microbatch])
+                state = self.transport.receive(receives[microbatch])
             with torch.no_grad():
                 for index in own:
                     segment = self.segments[index]
@@ -139,7 +144,7 @@ class Stage:
                         boundary = self.layout.blocks[index].stop
                         scores[boundary] = scores[boundary].add(prediction, labels[microbatch], segment.loss)
             if last + 1 < self.layout.num_segments:
-                self._transport.send(Action(Op.SEND_ACTIVATION, last, microbatch), state)
+                self.transport.send(Action(Op.SEND_ACTIVATION, last, microbatch), state)
         self.train(True)
         yield scores
 
@@ -195,7 +200,13 @@ class Stage:
         if self.optimizer is not None:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
+        if self._shared_head is not None:
+            self._shared_head.start()
         self.randomness.step += 1
+
+    def _await_head(self) -> None:
+        if self._shared_head is not None:
+            self._shared_head.finish()
 
     def _clip(self, max_norm: float) -> None:
         gradients = [p.grad for p in self.parameters if p.grad is not None]

@@ -1,6 +1,6 @@
 """A schedule is data: per rank, the actions of ONE optimizer step. It prints and parses as text and knows no tensors.
 
-F3.0      forward of segment 3, micro-batch 0; reads the loss if its end carries a readout
+F3.0      forward of segment 3, micro-batch 0; the loss at its end is read when its adjoint is first used
 R3.0@5    relay: the adjoint of readout 5 crosses segment 3 as an input gradient only
 B3.0      backward: weight gradients of segment 3 from its targets' adjoints (and the input gradient if one goes on)
 I3.0 W3.0 the same backward in two halves: what others wait for, and the weight gradients

@@ -26,12 +26,14 @@ class Costs:
     """Size of the activation that leaves each segment, and of an adjoint that comes back; empty: 0."""
     held_bytes: tuple[float, ...] = ()
     """Bytes that each segment holds for backward; empty: 1 each, so that peaks count segments."""
+    passing_bytes: tuple[float, ...] = ()
+    """Bytes that each segment's forward holds on top while it reads its loss; empty: 0."""
     update: float = 0.0
     """Time of the optimizer step on each rank."""
     _by_op: dict[Op, tuple[float, ...]] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("forward", "input_grad", "weight_grad", "message_bytes", "held_bytes"):
+        for name in ("forward", "input_grad", "weight_grad", "message_bytes", "held_bytes", "passing_bytes"):
             values = getattr(self, name)
             optional = name.endswith("bytes")
             if len(values) != len(self.forward) and not (optional and not values):
@@ -78,3 +80,7 @@ class Costs:
     def held(self, segment: int) -> float:
         """Bytes that the segment holds for the backward of one micro-batch."""
         return self.held_bytes[segment] if self.held_bytes else 1.0
+
+    def passing(self, segment: int) -> float:
+        """Bytes that come on top for the time of the segment's forward."""
+        return self.passing_bytes[segment] if self.passing_bytes else 0.0

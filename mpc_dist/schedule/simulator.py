@@ -152,7 +152,8 @@ def _peaks(program: tuple[Action, ...], costs: Costs) -> tuple[int, float]:
         if action.op is Op.FORWARD:
             live[action.microbatch] = live.get(action.microbatch, 0) + 1
             held += costs.held(action.segment)
-            peak_live, peak_held = max(peak_live, len(live)), max(peak_held, held)
+            peak_live = max(peak_live, len(live))
+            peak_held = max(peak_held, held + costs.passing(action.segment))
         uses[key] -= 1
         if uses[key] == 0:
             held -= costs.held(action.segment)

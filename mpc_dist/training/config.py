@@ -181,19 +181,26 @@ def _choose(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--config", action="append", default=[])
     for section in FAMILIES:
         parser.add_argument(f"--{section}.name", dest=section)
-    parser.add_argument("--horizon", type=int)
+    parser.add_argument("--horizon", type=_read_horizon)
     try:
         chosen, rest = parser.parse_known_args(argv)
     except ArgumentError as error:
         raise ValueError(str(error)) from error
     if chosen.horizon is not None:
-        rest += [f"--horizon.{name}={value}" for name, value in _sliding_stages(chosen.horizon).items()]
+        rest += [f"--horizon.{name}={value}" for name, value in _short_horizon(chosen.horizon).items()]
     return chosen, rest
 
 
-def _sliding_stages(size: int) -> dict[str, Any]:
-    """What the short form `horizon: 2` stands for."""
-    return {"windows": "sliding", "size": size, "unit": "stages"}
+AUTO = "auto"
+
+
+def _read_horizon(word: str) -> int | str:
+    return AUTO if word == AUTO else int(word)
+
+
+def _short_horizon(value: int | str) -> dict[str, Any]:
+    """What the short forms `horizon: 2` and `horizon: auto` stand for."""
+    return {"mode": AUTO} if value == AUTO else {"windows": "sliding", "size": value, "unit": "stages"}
 
 
 def _unsupported_options() -> set[str]:
@@ -243,8 +250,8 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
         raise ValueError(f"config file {path} cannot be read: {' '.join(str(error).split())}") from error
     if content is None:
         return {}
-    if isinstance(content, Mapping) and is_whole(content.get("horizon")):
-        return {**content, "horizon": _sliding_stages(content["horizon"])}
+    if isinstance(content, Mapping) and (is_whole(content.get("horizon")) or content.get("horizon") == AUTO):
+        return {**content, "horizon": _short_horizon(content["horizon"])}
     if not isinstance(content, Mapping):
         raise ValueError(f"config file {path} holds a {type(content).__name__}; it must be a mapping of fields")
     return content

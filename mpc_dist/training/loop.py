@@ -20,7 +20,7 @@ from mpc_dist.runtime.executor import StepRecord
 from mpc_dist.runtime.mesh import Launch, Mesh, build_mesh, check_world
 from mpc_dist.runtime.pipeline import Pipeline
 from mpc_dist.runtime.stage import Score, StageOptions
-from mpc_dist.schedule import lay_out
+from mpc_dist.schedule import Costs, lay_out
 from mpc_dist.training.config import Config
 from mpc_dist.training.metrics import MetricsFile, read_metrics
 from mpc_dist.training.optimizer import DropOnRise, build_optimizer, build_scheduler
@@ -30,16 +30,15 @@ NUM_TIMELINES = 20
 """Of how many last steps the metrics hold when each action ran."""
 
 
-def train(config: Config, launch: Launch, *, is_quiet: bool = False) -> dict[int, Score]:
+def train(config: Config, launch: Launch, *, costs: Costs | None = None, is_quiet: bool = False) -> dict[int, Score]:
     """Train as configured, with a progress bar on rank 0 unless quiet.
 
-    Returns the last evaluation of this rank's readouts, by boundary. What is wrong with the configuration is found
-    before the ranks meet.
+    `costs` are what the order of actions is built for; without them a forward costs 1 per block. Returns the last
+    evaluation of this rank's readouts, by boundary. What is wrong with the configuration is found before the ranks
+    meet.
     """
     parallel = config.parallel
     check_world(launch, num_stages=parallel.stages, num_replicas=parallel.replicas)
-    if config.readout.kind == "shared" and parallel.stages > 1:
-        raise ValueError("readout.kind 'shared' needs the last rank's head on every rank; use local, pool or project")
     layout = lay_out(config.horizon.build(config.partition), config.partition)
     data = config.data.load()
     parts = build_parts(config.model, data.task, readout=config.readout.kind, seed=config.seed)
@@ -61,6 +60,8 @@ def train(config: Config, launch: Launch, *, is_quiet: bool = False) -> dict[int
         optimizer=partial(build_optimizer, config.optimizer),
         num_microbatches=parallel.microbatches,
         split=parallel.split,
+        cap=parallel.cap,
+        costs=costs,
         options=StageOptions(
             clip_norm=config.training.clip_norm,
             clip_scope=config.training.clip_scope,
@@ -146,6 +147,7 @@ class _Loop:
                 samples_per_second=self._config.batch_size * self._mesh.num_replicas / seconds,
                 bubble=measure_bubble(result.record),
                 in_flight=result.record.most_in_flight,
+                seconds_waiting_for_head=self._pipeline.seconds_waiting_for_head,
                 **extra,
             )
         if step > self._config.training.steps - NUM_TIMELINES:

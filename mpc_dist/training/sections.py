@@ -23,8 +23,12 @@ class HorizonConfig:
     """How many units ahead, or units per group; loco and backprop have none."""
     unit: Literal["stages", "blocks"] = "stages"
     """What is counted; with stages, losses are read at stage boundaries only."""
+    mode: Literal["fixed", "auto"] = "fixed"
+    """fixed: as given; auto: planned at start-up for the ranks given (short form `horizon: auto`)."""
 
     def __post_init__(self) -> None:
+        if self.mode == "auto":
+            return
         if self.windows in ("sliding", "cumulative", "tumbling"):
             check_whole("horizon.size", self.size, minimum=1)
 
@@ -62,6 +66,8 @@ class ParallelConfig:
     """Parts into which each replica's batch is cut; gradients are averaged over them."""
     split: bool = False
     """Whether backwards are cut into an input half and a weight half, which fills the waiting."""
+    cap: int | None = None
+    """Most micro-batches in flight on any rank; null: the horizon in stages, or one more if that is faster."""
     timeout: float = 600.0
     """Seconds after which a silent neighbour is given up."""
 
@@ -70,6 +76,8 @@ class ParallelConfig:
         check_whole("parallel.replicas", self.replicas, minimum=1)
         check_whole("parallel.microbatches", self.microbatches, minimum=1)
         check_real("parallel.timeout", self.timeout, minimum=1)
+        if self.cap is not None:
+            check_whole("parallel.cap", self.cap, minimum=1)
         if self.partition is not None and len(self.partition) != self.stages:
             raise ValueError(
                 f"parallel.partition has {len(self.partition)} stages but parallel.stages is {self.stages}; "

@@ -68,10 +68,10 @@ def test_the_compute_benchmark_compares_with_torch_and_one_process(tmp_path: Pat
     done = run(*options, str(out))
     assert done.returncode == 0, done.stderr
     rows = json.loads(out.read_text())
-    assert {(row["system"], row["windows"]) for row in rows} == {
+    assert {(row["system"], row["windows"]) for row in rows if "deepspeed" not in row["system"]} == {
         ("mpc_dist", "sliding:1"),
         ("mpc_dist", "backprop"),
-        ("torch-1F1B", ""),
+        ("torch-1F1B", "backprop"),
         ("one-process", "backprop"),
     }
 

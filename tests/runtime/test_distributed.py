@@ -5,11 +5,14 @@ import signal
 import time
 from datetime import timedelta
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from mpc_dist.models import Chain
+from mpc_dist.profile import AngleProfile, measure_angles
+from mpc_dist.readout import Shared
 from mpc_dist.runtime import Pipeline, StageOptions
 from mpc_dist.runtime.local import LocalRankError, run_local_ranks
 from mpc_dist.runtime.mesh import Launch, build_mesh
@@ -125,6 +128,73 @@ def test_weights_after_six_steps_on_gloo_ranks_equal_the_sequential_reference(pa
                     value, reference[key].detach(), rtol=1e-9, atol=1e-9, msg=f"{name}, rank {rank}, {key}"
                 )
         assert {key for key in reference if key.startswith("blocks.")} <= seen
+
+
+def probe(rank: int, partition: tuple[int, ...]) -> AngleProfile:
+    torch.set_default_dtype(torch.float64)
+    chain, _, _ = build_dense_chain([3] * (T + 1))
+    pipeline = connect(rank, partition, sliding(T, 2), chain, optimizer=sgd, num_microbatches=3)
+    given = [step[0] for step in batches()]
+    pipeline.step(*given[0])
+    weights = {key: value.clone() for key, value in pipeline.named_parameters().items()}
+    profile = pipeline.measure_angles(given[1:3])
+    assert all(torch.equal(weights[key], value) for key, value in pipeline.named_parameters().items())
+    pipeline.step(*given[3])  # training goes on after it
+    pipeline.close()
+    return profile
+
+
+@pytest.mark.parametrize("partition", [(2, 1, 2, 1), (4, 2)], ids=str)
+@pytest.mark.usefixtures("float64")
+def test_the_angle_probe_over_ranks_equals_the_profile_of_one_process(partition):
+    chain, _, _ = build_dense_chain([3] * (T + 1))
+    given = [step[0] for step in batches()]
+    train_reference(chain, given[:1], sliding(T, 2), 3, sgd)
+    expected = measure_angles(chain, given[1:3])
+    for found in run_local_ranks(probe, len(partition), partition):
+        for batch, other in zip(found.grams, expected.grams, strict=True):
+            for gram, wanted in zip(batch, other, strict=True):
+                np.testing.assert_allclose(gram, wanted, rtol=1e-10, atol=1e-12)
+        for windows in (sliding(T, 1), sliding(T, 3), cumulative(T, 2), tumbling(T, 2)):
+            assert found.cosine(windows) == pytest.approx(expected.cosine(windows), abs=1e-10)
+
+
+def build_chain_with_one_head() -> Chain:
+    chain, _, _ = build_dense_chain([3] * (T + 1))
+    head = chain.readouts[str(T)]
+    return Chain(list(chain.blocks), chain.loss, {**{s: Shared(head) for s in range(1, T)}, T: head})
+
+
+def train_with_one_head(rank: int, partition: tuple[int, ...]) -> tuple[dict[str, Tensor], float]:
+    torch.set_default_dtype(torch.float64)
+    chain = build_chain_with_one_head()
+    if rank < len(partition) - 1:
+        with torch.no_grad():
+            chain.readouts[str(T)].weight.zero_()  # ranks need not begin with the same copy
+    windows = sliding(T, 2)
+    pipeline = connect(rank, partition, windows, chain, optimizer=adamw, num_microbatches=3, split=True)
+    for ((inputs, labels),) in batches():
+        pipeline.step(inputs, labels)
+    pipeline.close()
+    return {key: value.detach() for key, value in pipeline.named_parameters().items()}, (
+        pipeline.seconds_waiting_for_head
+    )
+
+
+@pytest.mark.usefixtures("float64")
+def test_a_shared_head_is_the_last_stages_at_every_step():
+    partition = (2, 3, 1)
+    chain = build_chain_with_one_head()
+    train_reference(chain, [step[0] for step in batches()], sliding(T, 2), 3, adamw)
+    reference = dict(chain.named_parameters())
+    by_rank = run_local_ranks(train_with_one_head, len(partition), partition)
+    found = {key: value for weights, _ in by_rank for key, value in weights.items()}
+    assert set(found) == set(reference)
+    for key, value in found.items():
+        torch.testing.assert_close(value, reference[key].detach(), rtol=1e-9, atol=1e-9, msg=key)
+    waits = [seconds for _, seconds in by_rank]
+    assert waits[0] > 0
+    assert waits[-1] == 0
 
 
 def evaluate_and_clip(rank: int) -> tuple[dict[int, tuple[float, float | None]], float]:

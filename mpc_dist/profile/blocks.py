@@ -1,0 +1,161 @@
+"""What each block and readout costs: seconds and bytes for one micro-batch.
+
+Bytes are counted exactly as autograd saves them (see `memory.py`); on CUDA the runtime's own buffers come on top. On
+the meta device nothing is allocated and nothing runs: bytes are as exact, and times follow from counted operations.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from mpc_dist.gradient import HeldBlock
+from mpc_dist.models.chain import Chain
+from mpc_dist.planner.measurements import BlockCosts, Measurements, ReadoutCosts
+from mpc_dist.profile.memory import SavedBytes
+from mpc_dist.profile.unchanged import unchanged
+
+OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+Clock = Callable[[Callable[[], object]], float]
+"""Seconds that a function takes."""
+
+
+def measure_blocks(
+    chain: Chain,
+    inputs: Tensor,
+    labels: Tensor,
+    optimizer: OptimizerFactory,
+    *,
+    repeats: int = 5,
+    flops_per_second: float | None = None,
+    advance: Callable[[], None] = lambda: None,
+) -> Measurements:
+    """Measure every block and readout on a micro-batch; the chain needs a readout at every boundary.
+
+    `flops_per_second` replaces the clock by counted operations, and is needed on the meta device.
+    """
+    is_meta = inputs.device.type == "meta"
+    if is_meta and flops_per_second is None:
+        raise ValueError("on the meta device nothing runs; say how many operations per second a GPU does")
+    clock = _timer(inputs.device, repeats) if flops_per_second is None else _counter(flops_per_second)
+    with unchanged(chain):
+        saved, shared, read, states = _count_bytes(chain, inputs, labels)
+        blocks, readouts = [], []
+        for t, block in enumerate(chain.blocks):
+            forward, input_grad, weight_grad = _time_block(block, states[t], is_first=t == 0, clock=clock)
+            trained, fixed = _weight_bytes(block)
+            blocks.append(
+                BlockCosts(forward, input_grad, weight_grad, saved[t], shared[t], states[t + 1].nbytes, trained, fixed)
+            )
+            seconds = _time_readout(chain, t + 1, states[t + 1], labels, clock)
+            readouts.append(ReadoutCosts(seconds, read[t], *_weight_bytes(chain.readouts[str(t + 1)])))
+            advance()
+        per_byte, multiple = _time_update(chain, optimizer, clock, is_meta=is_meta)
+    how = "counted operations" if flops_per_second is not None else f"measured on {inputs.device.type}"
+    return Measurements(len(inputs), tuple(blocks), tuple(readouts), per_byte, multiple, how)
+
+
+def _count_bytes(chain: Chain, inputs: Tensor, labels: Tensor) -> tuple[list[int], list[int], list[int], list[Tensor]]:
+    """Per block: bytes saved beyond the block below's; bytes of its input that that one saves too; per readout: bytes.
+
+    And the states x(0)..x(T).
+    """
+    given = [*chain.parameters(), *chain.buffers(), inputs, labels]
+    states, saved, read, held = [inputs], [], [], []
+    with SavedBytes(given) as count:
+        for boundary, block in enumerate(chain.blocks, start=1):
+            before = count.live
+            held.append(HeldBlock.run(block, states[-1]))
+            saved.append(count.live - before)
+            states.append(held[-1].output.detach())
+            before = count.peak = count.live
+            loss = chain.loss_at(boundary, states[-1].detach().requires_grad_(), labels)
+            read.append(count.peak - before)
+            del loss
+    del held
+    shared = []
+    for t, block in enumerate(chain.blocks):
+        with SavedBytes(given) as alone:
+            one = HeldBlock.run(block, states[t])
+        shared.append(max(0, alone.live - saved[t]) if t else 0)
+        del one
+    return saved, shared, read, states
+
+
+def _time_block(block: nn.Module, state: Tensor, *, is_first: bool, clock: Clock) -> tuple[float, float, float]:
+    forward = clock(lambda: HeldBlock.run(block, state))
+    held = HeldBlock.run(block, state)
+    adjoint = torch.ones_like(held.output)
+    if is_first:
+        return forward, 0.0, clock(lambda: held.pull_back(adjoint, weights=True, to_input=False))
+    input_grad = clock(lambda: held.pull_back(adjoint, weights=False, to_input=True))
+    both = clock(lambda: held.pull_back(adjoint, weights=True, to_input=True))
+    return forward, input_grad, max(0.0, both - input_grad)
+
+
+def _time_readout(chain: Chain, boundary: int, state: Tensor, labels: Tensor, clock: Clock) -> float:
+    weights = [p for p in chain.readouts[str(boundary)].parameters() if p.requires_grad]
+
+    def read() -> None:
+        leaf = state.detach().requires_grad_()
+        torch.autograd.backward(chain.loss_at(boundary, leaf, labels), inputs=[leaf, *weights])
+        for weight in weights:
+            weight.grad = None
+
+    return clock(read)
+
+
+def _time_update(chain: Chain, factory: OptimizerFactory, clock: Clock, *, is_meta: bool) -> tuple[float, float]:
+    """Seconds and bytes of optimizer state per byte of trained weights, on a copy of the largest block."""
+    largest = max(chain.blocks, key=lambda block: _weight_bytes(block)[0])
+    copies = [nn.Parameter(torch.empty_like(p)) for p in largest.parameters() if p.requires_grad]
+    if not copies:
+        return 0.0, 0.0
+    for parameter in copies:
+        nn.init.zeros_(parameter)
+        parameter.grad = torch.zeros_like(parameter)
+    size = sum(parameter.nbytes for parameter in copies)
+    optimizer = factory(copies)
+    optimizer.step()
+    state = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
+    multiple = sum(value.nbytes for value in state) / size
+    return (0.0 if is_meta else clock(optimizer.step) / size), multiple
+
+
+def _weight_bytes(module: nn.Module) -> tuple[int, int]:
+    """(trained, not trained)."""
+    trained = sum(p.nbytes for p in module.parameters() if p.requires_grad)
+    frozen = sum(p.nbytes for p in module.parameters() if not p.requires_grad)
+    return trained, frozen + sum(buffer.nbytes for buffer in module.buffers())
+
+
+def _timer(device: torch.device, repeats: int) -> Clock:
+    """The median of several runs after one to warm up."""
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    def seconds(function: Callable[[], object]) -> float:
+        taken = []
+        for _ in range(repeats + 1):
+            wait()
+            start = time.perf_counter()
+            function()
+            wait()
+            taken.append(time.perf_counter() - start)
+        return statistics.median(taken[1:])
+
+    return seconds
+
+
+def _counter(flops_per_second: float) -> Clock:
+    def seconds(function: Callable[[], object]) -> float:
+        with FlopCounterMode(display=False) as counter:
+            function()
+        return float(counter.get_total_flops()) / flops_per_second
+
+    return seconds

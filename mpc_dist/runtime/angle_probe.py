@@ -1,0 +1,66 @@
+"""The angle profile of a model that no single rank holds: every adjoint travels the whole pipe.
+
+The gradients of a block by all readouts meet on the block's own rank, so inner products need no communication; only
+they, not the gradients, are gathered.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mpc_dist.profile.angle import AngleProfile, Gram, StageProbe, needed_readouts
+from mpc_dist.profile.unchanged import unchanged
+from mpc_dist.readout import Loss
+from mpc_dist.runtime.mesh import Mesh
+from mpc_dist.runtime.transport import Transport
+from mpc_dist.schedule.action import Action, Op
+
+MicroBatches = tuple[Sequence[Tensor], Sequence[Tensor]]
+
+
+def probe_angles(
+    mesh: Mesh,
+    transport: Transport,
+    blocks: Mapping[int, nn.Module],
+    readouts: Mapping[int, nn.Module],
+    loss: Loss,
+    num_blocks: int,
+    batches: Sequence[MicroBatches],
+    *,
+    advance: Callable[[], None] = lambda: None,
+) -> AngleProfile:
+    """Profile the gradients of every readout; every rank gives its blocks and the readouts at all their ends."""
+    first, last = min(blocks), max(blocks)
+    modules = nn.ModuleList([*blocks.values(), *readouts.values()])
+    grams = []
+    with unchanged(modules):
+        for inputs, labels in batches:
+            probe = StageProbe(
+                [blocks[t] for t in sorted(blocks)],
+                first,
+                lambda boundary, state, given: loss(readouts[boundary](state), given),
+                needed_readouts(num_blocks, None),
+            )
+            above = range(last + 2, num_blocks + 1)
+            for m, (x, y) in enumerate(zip(inputs, labels, strict=True)):
+                activation = Action(Op.RECEIVE_ACTIVATION, first, m)
+                adjoints = [Action(Op.RECEIVE_ADJOINT, last, m, s) for s in above]
+                transport.expect([*([activation] if mesh.stage else []), *adjoints])
+                state = probe.forward(transport.receive(activation) if mesh.stage else x, y, share=1 / len(inputs))
+                if above:
+                    transport.send(Action(Op.SEND_ACTIVATION, last, m), state)
+                arrived = {s: transport.receive(action) for s, action in zip(above, adjoints, strict=True)}
+                below = probe.backward(arrived, advance)
+                for s in range(first + 1, num_blocks + 1) if mesh.stage else ():
+                    transport.send(Action(Op.SEND_ADJOINT, first, m, s), below[s])
+            grams.append(probe.grams())
+    return AngleProfile(tuple(_gather(mesh, own) for own in grams))
+
+
+def _gather(mesh: Mesh, own: tuple[Gram, ...]) -> tuple[Gram, ...]:
+    if mesh.stages is None:
+        return own
+    parts: list[tuple[Gram, ...]] = [()] * mesh.num_stages
+    dist.all_gather_object(parts, own, group=mesh.stages)
+    return tuple(gram for part in parts for gram in part)

@@ -1,0 +1,60 @@
+"""Runs a plan: one from a file, or one made at start-up on the ranks given (`horizon: auto`)."""
+
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from mpc_dist.planner.plan import Plan
+from mpc_dist.planner.search import Request
+from mpc_dist.runtime.mesh import Launch, join
+from mpc_dist.runtime.stage import Score
+from mpc_dist.training.config import Config
+from mpc_dist.training.loop import train
+from mpc_dist.training.planning import Probe, apply_plan, plan_for
+
+
+def train_as_planned(config: Config, launch: Launch, plan_file: Path | None = None) -> tuple[Config, dict[int, Score]]:
+    """Train by the plan, if there is one; the configuration that was run, and the last evaluation."""
+    if plan_file is not None:
+        plan = Plan.read(plan_file)
+    elif config.horizon.mode == "auto":
+        plan = _plan_at_start(config, launch)
+    else:
+        return config, train(config, launch)
+    planned = apply_plan(config, plan)
+    needed = planned.parallel.stages * planned.parallel.replicas
+    if launch.world_size != needed:
+        raise ValueError(
+            f"the plan is for {planned.parallel.stages} stages x {planned.parallel.replicas} replicas, but "
+            f"{launch.world_size} processes were started; start {needed} (torchrun --nproc-per-node)"
+        )
+    return planned, train(planned, launch, costs=plan.build_costs())
+
+
+def _plan_at_start(config: Config, launch: Launch) -> Plan:
+    """Rank 0 measures and plans; all others wait for its answer."""
+    join(launch, config.torch_device.type, config.parallel.timeout)
+    answer: list[Plan | str | None] = [None]
+    if launch.rank == 0:
+        request = Request(gpu_memory=_memory_per_rank(config, launch), num_gpus=config.parallel.stages)
+        try:
+            answer = [plan_for(config, request, Probe()).plan]
+        except ValueError as error:
+            answer = [str(error)]  # every rank must hear of it, or the others would wait in vain
+    if launch.world_size > 1:
+        dist.broadcast_object_list(answer, src=0)
+    if not isinstance(answer[0], Plan):
+        raise ValueError(f"horizon auto: {answer[0]}")
+    folder = Path(config.training.folder)
+    if launch.rank == 0:
+        answer[0].write(folder / "plan.yaml")
+    return answer[0]
+
+
+def _memory_per_rank(config: Config, launch: Launch) -> float:
+    """A GPU's memory, or this machine's shared by the ranks."""
+    if config.torch_device.type == "cuda":
+        return float(torch.cuda.get_device_properties(config.torch_device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / launch.world_size

@@ -1,0 +1,324 @@
+"""From a configuration to a plan: measure the model, run Algorithm 1, price what can be done, choose.
+
+A profile is kept in a file and used again while nothing that it depends on has changed.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mpc_dist.data import Batch, Batches
+from mpc_dist.models import BlockModel, Chain, build_chain
+from mpc_dist.planner.measurements import Measurements, load_measurements, save_measurements
+from mpc_dist.planner.objective import NEEDS_TIME
+from mpc_dist.planner.plan import Plan
+from mpc_dist.planner.search import Planner, Request, make_plan
+from mpc_dist.planner.select import Selection, choose_horizons, select_horizon
+from mpc_dist.profile import AngleProfile, measure_angles, measure_memory
+from mpc_dist.profile.blocks import measure_blocks
+from mpc_dist.task import Task
+from mpc_dist.training.config import Config
+from mpc_dist.training.optimizer import build_optimizer
+from mpc_dist.validation import check_real, check_whole
+from mpc_dist.windows import Windows, shrink, sliding
+
+DEFAULT_PROBE_BLOCKS = 12
+SIMULATED_HORIZONS = 9
+PROBE_WIDTH = 64
+
+
+@dataclass(frozen=True)
+class Probe:
+    """How the model is measured."""
+
+    exact: bool = False
+    """Whether every horizon is measured instead of at most six."""
+    num_batches: int = 4
+    """Batches for the angle."""
+    repeats: int = 5
+    """Runs of which each time is the median."""
+    profiles: Path = Path("runs/profiles")
+    """Where measured profiles are kept."""
+    meta_tflops: float | None = None
+    """Plan without allocating the model: bytes from meta tensors, times from operations at this many per second."""
+    angles_file: Path | None = None
+    """An angle profile to use instead of measuring one."""
+
+    def __post_init__(self) -> None:
+        check_whole("number of batches:", self.num_batches, minimum=1)
+        check_whole("repeats:", self.repeats, minimum=1)
+        if self.meta_tflops is not None:
+            check_real("tflops", self.meta_tflops, minimum=1e-6)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan with what it rests on."""
+
+    plan: Plan
+    selection: Selection
+    memory: dict[int, float]
+    """M(h) where it was measured: what one device would hold."""
+    cosines: dict[int, float]
+    planner: Planner
+    measurements: dict[int, Measurements]
+
+
+Report = Callable[[str, int, int], None]
+"""(what is done, done, of how many): for a progress bar."""
+
+
+def plan_for(
+    config: Config, request: Request, probe: Probe, *, report: Report = lambda _what, _done, _total: None
+) -> Planned:
+    """Measure, select and search."""
+    data = config.data.load()
+    batches = Batches(data.train, batch_size=config.batch_size, seed=config.seed)
+    samples = [place(batch, config) for batch in islice(batches, probe.num_batches)]
+    if probe.meta_tflops is None:
+        chain = build_whole_chain(config, data.task)
+        angle_note, cosine = _measured_angles(chain, samples, config, probe, report)
+    else:
+        chain = None
+        angle_note, cosine = _probed_angles(config, data.task, samples, probe, report)
+    num_blocks = config.model.num_blocks
+    measurements = _measurements(config, data.task, samples[0], probe, report)
+    horizons = tuple(range(1, num_blocks + 1)) if probe.exact else choose_horizons(num_blocks)
+    memory = _memory(chain, samples[0], horizons, measurements[1], report)
+    cosines = {h: cosine(sliding(num_blocks, h)) for h in horizons}
+    planner = Planner(measurements, cosine, request)
+    seconds = None
+    if request.objective in NEEDS_TIME or "." in request.objective:
+        seconds = _step_seconds(planner, num_blocks, exact=probe.exact)
+    selection = select_horizon(
+        num_blocks,
+        memory,
+        cosines,
+        cost=request.build_cost(),
+        objective=request.build_objective(),
+        step_seconds=seconds,
+    )
+    num_settings = len(planner.settings(selection.horizon))
+    count = iter(range(1, num_settings + 1))
+    plan = make_plan(
+        planner,
+        selection,
+        request,
+        fingerprint=fingerprint(config),
+        notes=(f"angles: {angle_note}", f"times and bytes: {measurements[1].source}"),
+        advance=lambda: report("pricing candidates", next(count), num_settings),
+    )
+    return Planned(plan, selection, memory, cosines, planner, measurements)
+
+
+def _step_seconds(planner: Planner, num_blocks: int, *, exact: bool) -> dict[int, float]:
+    """Predicted step time of every horizon: simulated at some, straight lines between them."""
+    every = range(1, num_blocks + 1)
+    simulated = every if exact else choose_horizons(num_blocks, SIMULATED_HORIZONS)
+    known = [planner.step_seconds(h) for h in simulated]
+    return {h: float(np.interp(h, simulated, known)) for h in every}
+
+
+def fingerprint(config: Config) -> dict[str, Any]:
+    """The parts of a configuration that a plan depends on, as they stand in YAML."""
+    values = config.as_dict()
+    kept = {name: values[name] for name in ("model", "data", "readout", "batch_size", "dtype")}
+    kept["optimizer"] = {name: values["optimizer"][name] for name in ("name", "momentum")}
+    plain: dict[str, Any] = json.loads(json.dumps(kept))
+    return plain
+
+
+def apply_plan(config: Config, plan: Plan) -> Config:
+    """The configuration that trains as planned."""
+    plan.check_fits(fingerprint(config))
+    chosen = plan.chosen
+    return dataclasses.replace(
+        config,
+        horizon=dataclasses.replace(
+            config.horizon,
+            mode="fixed",
+            windows=chosen.shape.windows,
+            size=chosen.shape.size,
+            unit=chosen.shape.unit,
+        ),
+        parallel=dataclasses.replace(
+            config.parallel,
+            stages=chosen.num_gpus,
+            partition=chosen.partition,
+            microbatches=chosen.microbatches,
+            split=chosen.split,
+            cap=chosen.cap,
+        ),
+        training=dataclasses.replace(config.training, checkpoint=chosen.checkpoint),
+    )
+
+
+def build_whole_chain(config: Config, task: Task) -> Chain:
+    """The configured model with a readout at every boundary."""
+    chain = build_chain(config.model, task, readout=config.readout.kind, seed=config.seed)
+    return chain.to(device=config.torch_device, dtype=config.torch_dtype)
+
+
+def place(batch: Batch, config: Config) -> Batch:
+    """The batch on the configured device, real values in the configured precision."""
+    inputs, labels = (
+        part.to(config.torch_device, config.torch_dtype if part.is_floating_point() else part.dtype) for part in batch
+    )
+    return inputs, labels
+
+
+def _measured_angles(
+    chain: Chain, samples: list[Batch], config: Config, probe: Probe, report: Report
+) -> tuple[str, Callable[[Windows], float]]:
+    path = probe.angles_file or probe.profiles / f"angles-{_digest(_angle_key(config, probe))}.json"
+    if path.exists():
+        profile = AngleProfile.read(path)
+        return f"read from {path}", _cosine_of(profile, config.model.num_blocks)
+    if probe.angles_file is not None:
+        raise ValueError(f"there is no angle profile {probe.angles_file}")
+    done = iter(range(1, len(samples) * chain.num_blocks + 1))
+    total = len(samples) * chain.num_blocks
+    profile = measure_angles(chain, samples, advance=lambda: report("angles", next(done), total))
+    profile.write(path)
+    return f"measured on {len(samples)} batches, kept in {path}", profile.cosine
+
+
+def _probed_angles(
+    config: Config, task: Task, samples: list[Batch], probe: Probe, report: Report
+) -> tuple[str, Callable[[Windows], float]]:
+    """For a model that is not built: a given profile, or that of a smaller model of the same family."""
+    if probe.angles_file is not None:
+        profile = AngleProfile.read(probe.angles_file)
+        note = f"read from {probe.angles_file} ({profile.num_blocks} blocks)"
+        return note, _cosine_of(profile, config.model.num_blocks)
+    small = _scale_down(config.model)
+    chain = build_chain(small, task, readout=config.readout.kind, seed=config.seed).to(dtype=config.torch_dtype)
+    few = [tuple(part[:4] for part in batch) for batch in samples[:2]]
+    total = len(few) * chain.num_blocks
+    done = iter(range(1, total + 1))
+    profile = measure_angles(chain, few, advance=lambda: report("angles of the scaled-down probe", next(done), total))  # type: ignore[arg-type]
+    note = f"a scaled-down probe with {small.num_blocks} blocks ({small})"
+    return note, _cosine_of(profile, config.model.num_blocks)
+
+
+def _scale_down(model: BlockModel) -> BlockModel:
+    """The same family, with at most 12 blocks and narrow."""
+    fields = {field.name for field in dataclasses.fields(model)}  # type: ignore[arg-type]
+    if not {"num_blocks", "width"} <= fields:
+        raise ValueError(f"a {type(model).__name__} has no probe of a smaller size; give its angles by --angles FILE")
+    num_blocks = max(n for n in range(1, DEFAULT_PROBE_BLOCKS + 1) if model.num_blocks % n == 0)
+    smaller = {"num_blocks": num_blocks, "width": min(PROBE_WIDTH, model.width)}  # type: ignore[attr-defined]
+    if "num_heads" in fields:
+        smaller["num_heads"] = 4
+    found: BlockModel = dataclasses.replace(model, **smaller)  # type: ignore[type-var]
+    return found
+
+
+def _cosine_of(profile: AngleProfile, num_blocks: int) -> Callable[[Windows], float]:
+    if profile.num_blocks == num_blocks:
+        return profile.cosine
+    if num_blocks % profile.num_blocks:
+        raise ValueError(
+            f"the angle profile has {profile.num_blocks} blocks, which do not divide the model's {num_blocks}; "
+            "measure one that does"
+        )
+    return lambda windows: profile.cosine(shrink(windows, profile.num_blocks))
+
+
+def microbatch_counts(config: Config) -> tuple[int, ...]:
+    """Numbers of micro-batches that cut the batch evenly: powers of two up to 16."""
+    return tuple(m for m in (1, 2, 4, 8, 16) if config.batch_size % m == 0)
+
+
+def _measurements(config: Config, task: Task, sample: Batch, probe: Probe, report: Report) -> dict[int, Measurements]:
+    key = _angle_key(config, probe) | {
+        "device": config.torch_device.type,
+        "optimizer": config.as_dict()["optimizer"],
+        "meta_tflops": probe.meta_tflops,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+    path = probe.profiles / f"blocks-{_digest(key)}.json"
+    known = load_measurements(path, key)
+    if known is not None:
+        return known
+    counts = microbatch_counts(config)
+    timed = counts if probe.meta_tflops is None else counts[:1]
+    total = len(timed) * config.model.num_blocks
+    done = iter(range(1, total + 1))
+    found = {}
+    with _chain_to_measure(config, task, probe) as chain:
+        for m in timed:
+            inputs, labels = (_shape_on(part[: config.batch_size // m], chain) for part in sample)
+            found[m] = measure_blocks(
+                chain,
+                inputs,
+                labels,
+                partial(build_optimizer, config.optimizer),
+                repeats=probe.repeats,
+                flops_per_second=None if probe.meta_tflops is None else 1e12 * probe.meta_tflops,
+                advance=lambda: report("times and bytes of blocks", next(done), total),
+            )
+    for m in counts[len(timed) :]:
+        found[m] = found[1].cut_into(m)
+    save_measurements(path, found, key)
+    return found
+
+
+@contextmanager
+def _chain_to_measure(config: Config, task: Task, probe: Probe) -> Iterator[Chain]:
+    if probe.meta_tflops is None:
+        yield build_whole_chain(config, task)
+        return
+    with torch.device("meta"):
+        chain = build_chain(config.model, task, readout=config.readout.kind, seed=config.seed)
+    yield chain.to(dtype=config.torch_dtype)
+
+
+def _shape_on(part: Tensor, chain: Chain) -> Tensor:
+    """The tensor where the chain is: on the meta device, its shape only."""
+    return part.to(next(chain.parameters()).device)
+
+
+def _memory(
+    chain: Chain | None, sample: Batch, horizons: tuple[int, ...], measurements: Measurements, report: Report
+) -> dict[int, float]:
+    """M(h): weights, gradients, optimizer state, and what the eager sweep holds of a whole batch.
+
+    Without a chain to sweep it follows from the bytes of the blocks.
+    """
+    if chain is None:
+        held = {h: measurements.sweep_bytes(h) for h in horizons}
+    else:
+        done = iter(range(1, len(horizons) + 1))
+        held = dict(
+            measure_memory(
+                chain,
+                *sample,
+                horizons=horizons,
+                advance=lambda: report("memory of horizons", next(done), len(horizons)),
+            )
+        )
+    every = range(measurements.num_blocks)
+    return {h: held[h] + measurements.weight_bytes(every, sliding(len(every), h).readouts) for h in horizons}
+
+
+def _angle_key(config: Config, probe: Probe) -> dict[str, Any]:
+    key = fingerprint(config) | {"seed": config.seed, "num_batches": probe.num_batches}
+    key.pop("optimizer")
+    return key
+
+
+def _digest(key: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -111,7 +110,7 @@ def _measure(rank: int, setting: ComputeSetting, num_microbatches: int) -> dict[
         systems[f"{DEEPSPEED} backprop"] = build_deepspeed(
             setting.num_ranks,
             num_microbatches,
-            [partial(MLPBlock, setting.width)] * setting.num_blocks,
+            [MLPBlock(setting.width) for _ in range(setting.num_blocks)],
             inputs,
             labels,
             mean_squared_error,

@@ -21,7 +21,7 @@ def has_deepspeed() -> bool:
 def build_deepspeed(
     num_ranks: int,
     num_microbatches: int,
-    layers: Sequence[Callable[[], nn.Module]],
+    layers: Sequence[nn.Module],
     inputs: Tensor,
     labels: Tensor,
     loss: Callable[[Tensor, Tensor], Tensor],
@@ -31,14 +31,12 @@ def build_deepspeed(
     """A function that makes one optimizer step of its PipelineModule; the layers are spread evenly over the ranks."""
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     import deepspeed
-    from deepspeed.pipe import LayerSpec, PipelineModule
+    from deepspeed.pipe import PipelineModule
     from deepspeed.utils import logger
 
     logger.setLevel("ERROR")
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
-    model = PipelineModule(
-        [LayerSpec(layer) for layer in layers], num_stages=num_ranks, loss_fn=loss, partition_method="uniform"
-    )
+    model = PipelineModule(list(layers), num_stages=num_ranks, loss_fn=loss, partition_method="uniform")
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=learning_rate)
     settings = {
         "train_micro_batch_size_per_gpu": len(inputs) // num_microbatches,

@@ -24,9 +24,10 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/mpc-dist angles --config configs/res_mlp.yaml --out runs/demo/res_mlp
 	$(BIN)/mpc-dist angles --config configs/gpt_stdlib.yaml --out runs/demo/gpt
+	$(BIN)/mpc-dist plan --config configs/gpt_train.yaml --gpu-memory 40MiB --max-gpus 2 --out runs/demo/plan.yaml
 	$(BIN)/mpc-dist demo --config configs/gpt_train.yaml --out runs/demo/train
 	@echo
-	@echo "Pictures: runs/demo/res_mlp/angles.png, runs/demo/gpt/angles.png and runs/demo/train/timelines.png"
+	@echo "Pictures in runs/demo: res_mlp/angles.png, gpt/angles.png, plan.png and train/timelines.png"
 
 test: $(READY)
 	$(BIN)/python -m pytest -m 'not slow'

@@ -5,6 +5,9 @@ python launch/bench.py compute --microbatches 2,4,8,16 --repeats 5
 python launch/bench.py memory
 python launch/bench.py scale
 python launch/bench.py angles --blocks 16 --repeats 7
+python launch/bench.py plan --stages 2,4
+python launch/bench.py regret --cifar data/cifar-10-batches-py
+python launch/bench.py adaptive --steps 400
 """
 
 import argparse
@@ -14,14 +17,22 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.progress import Progress
+from rich.table import Table
 
+from mpc_dist.bench.adaptive import AdaptiveSetting, bench_adaptive, draw_curves
 from mpc_dist.bench.angles import bench_angles
 from mpc_dist.bench.compute import ComputeSetting, bench_compute
 from mpc_dist.bench.memory import bench_memory
 from mpc_dist.bench.peers import PEERS
+from mpc_dist.bench.plan import MODELS, bench_plan
+from mpc_dist.bench.regret import bench_regret, list_models
 from mpc_dist.bench.rows import Row, build_table, write_rows
 from mpc_dist.bench.scale import bench_scale
 from mpc_dist.bench.schedule import WINDOWS, Setting, bench_schedule, list_systems, speed_ups
+from mpc_dist.data import TextData
+from mpc_dist.models import GPT
+from mpc_dist.training.config import Config
+from mpc_dist.training.sections import OptimizerConfig
 
 
 def numbers(text: str) -> tuple[float, ...]:
@@ -110,6 +121,55 @@ def run_memory(options: argparse.Namespace, console: Console) -> list[Row]:
     return rows
 
 
+def run_plan(options: argparse.Namespace, console: Console) -> list[Row]:
+    """What the planner predicts, beside what the planned runs do."""
+    names = tuple(name for name in MODELS if options.model in (None, name))
+    if not names:
+        raise ValueError(f"unknown model {options.model!r}; use one of {', '.join(MODELS)}")
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("planning and running", total=2 * len(names) * len(options.stages))
+        rows = bench_plan(options.stages, names, on_progress=lambda: progress.advance(task))
+    console.print(build_table(rows, "predicted and measured"))
+    return rows
+
+
+def run_regret(options: argparse.Namespace, console: Console) -> list[Row]:
+    """What choosing h* from at most six horizons costs, by the objective's own measure."""
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("measuring every horizon", total=len(list_models(options.cifar)))
+        rows = bench_regret(options.cifar, on_progress=lambda: progress.advance(task))
+    table = Table(title="h* from at most six horizons, against all of them")
+    for heading in rows[0].extra:
+        table.add_column(heading)
+    for row in rows:
+        table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.extra.values()))
+    console.print(table)
+    return rows
+
+
+def run_adaptive(options: argparse.Namespace, console: Console) -> list[Row]:
+    """Loss against simulated time on 8 stages, of the adaptive horizon beside each fixed one."""
+    config = Config(
+        model=GPT(num_blocks=8, width=64, num_heads=4),
+        data=TextData(context=64, max_bytes=2_000_000),
+        optimizer=OptimizerConfig("adamw", lr=2e-3),
+        batch_size=16,
+        seed=options.seed,
+        device="cpu",
+    )
+    setting = AdaptiveSetting(config, options.microbatches, options.steps, options.every)
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("training each choice", total=5)
+        rows, curves = bench_adaptive(setting, lambda: progress.advance(task))
+    console.print(build_table(rows, "test loss after the same simulated time", unit=1.0))
+    for time, size, reason in curves["adaptive"].changes:
+        console.print(f"at {time:g}: {size} stages; {reason}", highlight=False)
+    if options.out:
+        draw_curves(curves).savefig(options.out, dpi=150)
+        console.print(f"figure: {options.out}", highlight=False, soft_wrap=True)
+    return rows
+
+
 Benchmark = Callable[[argparse.Namespace, Console], list[Row]]
 
 
@@ -157,6 +217,20 @@ def build_parser() -> argparse.ArgumentParser:
     memory.add_argument("--microbatches", type=int, default=16, help="micro-batches")
     memory.add_argument("--width", type=int, default=64, help="features of a state")
     memory.add_argument("--context", type=int, default=64, help="tokens per sample")
+
+    plan = add("plan", run_plan)
+    plan.add_argument("--stages", type=whole_numbers, default=(2, 4), help="numbers of ranks")
+    plan.add_argument("--model", help=f"one of {', '.join(MODELS)}; default: all")
+
+    regret = add("regret", run_regret)
+    regret.add_argument("--cifar", default="data/cifar-10-batches-py", help="CIFAR-10's python-version folder")
+
+    adaptive = add("adaptive", run_adaptive)
+    adaptive.add_argument("--microbatches", type=int, default=4, help="micro-batches per step")
+    adaptive.add_argument("--steps", type=int, default=400, help="steps of back-propagation whose time each gets")
+    adaptive.add_argument("--every", type=int, default=50, help="steps between decisions")
+    adaptive.add_argument("--seed", type=int, default=0, help="of weights and data")
+    adaptive.add_argument("--out", type=Path, help="file for the figure")
 
     scale = add("scale", run_scale)
     scale.add_argument("--stages", type=whole_numbers, default=(4, 8, 16, 64, 256, 1024), help="numbers of stages")

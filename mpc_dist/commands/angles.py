@@ -9,11 +9,11 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from mpc_dist.data import Batch, Batches
-from mpc_dist.models import build_chain
+from mpc_dist.data import Batches
 from mpc_dist.profile import fit_line, measure_angles, measure_memory
 from mpc_dist.report.angles import HorizonReport
 from mpc_dist.training.config import Config, ConfigParser
+from mpc_dist.training.planning import build_whole_chain, place
 from mpc_dist.windows import sliding
 
 SUMMARY = "Measure what each horizon does to the gradient and to memory."
@@ -40,11 +40,10 @@ def run(argv: Sequence[str]) -> None:
 def _measure(config: Config, folder: Path, console: Console) -> HorizonReport:
     data = config.data.load()
     batches = Batches(data.train, batch_size=config.batch_size, seed=config.seed)
-    chain = build_chain(config.model, data.task, readout=config.readout.kind, seed=config.seed)
-    chain = chain.to(device=config.torch_device, dtype=config.torch_dtype)
+    chain = build_whole_chain(config, data.task)
     _check_writable(folder)
 
-    measured = [_place(batch, config) for batch in islice(batches, config.angles.num_batches)]
+    measured = [place(batch, config) for batch in islice(batches, config.angles.num_batches)]
     chosen = config.angles.horizons
     horizons = sorted({*(range(1, chain.num_blocks) if chosen is None else chosen), chain.num_blocks})
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -72,11 +71,3 @@ def _check_writable(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder):
         pass
-
-
-def _place(batch: Batch, config: Config) -> Batch:
-    """The batch on the configured device, real values in the configured precision."""
-    inputs, labels = (
-        part.to(config.torch_device, config.torch_dtype if part.is_floating_point() else part.dtype) for part in batch
-    )
-    return inputs, labels

@@ -67,7 +67,7 @@ def run(argv: Sequence[str]) -> None:
         exact=options.exact,
         num_batches=options.batches,
         profiles=Path(options.profiles),
-        meta_tflops=options.tflops,
+        fake_tflops=options.tflops,
         angles_file=None if options.angles_file is None else Path(options.angles_file),
     )
     console, out = Console() if Console().is_terminal else Console(width=130), Path(options.out)

@@ -133,11 +133,13 @@ class Measurements:
 
         At every boundary the last h blocks are held, and the readout on top.
         """
-        held = [block.saved_bytes for block in self.blocks]
-        return max(
-            sum(held[max(0, boundary - horizon) : boundary]) + self.readouts[boundary - 1].saved_bytes
-            for boundary in range(1, self.num_blocks + 1)
-        )
+        peaks = []
+        for boundary in range(1, self.num_blocks + 1):
+            held = self.blocks[max(0, boundary - horizon) : boundary]
+            # The block below the first of them is gone, so what the two share is that one's own now.
+            own = held[0].shared_input_bytes + sum(block.saved_bytes for block in held)
+            peaks.append(own + self.readouts[boundary - 1].saved_bytes)
+        return max(peaks)
 
     def cut_into(self, num_parts: int) -> "Measurements":
         """What a part of the micro-batch costs, where all is in proportion to it: counted, not timed."""

@@ -51,7 +51,9 @@ class Candidate:
     """Whether backwards are in two halves."""
     checkpoint: bool
     """Whether activations are computed again instead of held."""
-    cap: int
+    cap: int | None
+    """The limit on micro-batches in flight that the schedule is built for; None: the builder's own."""
+    in_flight: int
     """Most micro-batches in flight on any rank."""
     horizon_blocks: int
     """The furthest that any block looks ahead."""

@@ -239,6 +239,7 @@ class Planner:
             microbatches,
             split,
             checkpoint,
+            cap,
             max(price.in_flight),
             int(choice.horizon),
             sizes,

@@ -1,16 +1,18 @@
 """What each block and readout costs: seconds and bytes for one micro-batch.
 
-Bytes are counted exactly as autograd saves them (see `memory.py`); on CUDA the runtime's own buffers come on top. On
-the meta device nothing is allocated and nothing runs: bytes are as exact, and times follow from counted operations.
+Bytes are counted exactly as autograd saves them (see `memory.py`); on CUDA the runtime's own buffers come on top. With
+fake tensors nothing is allocated and nothing runs: bytes are as exact, and times follow from counted operations.
 """
 
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from mpc_dist.gradient import HeldBlock
 from mpc_dist.models.chain import Chain
@@ -21,6 +23,26 @@ from mpc_dist.profile.unchanged import unchanged
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Clock = Callable[[Callable[[], object]], float]
 """Seconds that a function takes."""
+
+
+def _count_attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
+
+
+def _count_attention_backward(out: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_backward_flop_count(out, query, key, value))  # type: ignore[no-untyped-call]
+
+
+# torch's counter knows the attention of GPUs, not that of CPUs.
+ATTENTION: dict[Any, Callable[..., int]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _count_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _count_attention_backward,
+}
+
+
+def without_allocating() -> FakeTensorMode:
+    """A context in which tensors have shapes but no memory."""
+    return FakeTensorMode()
 
 
 def measure_blocks(
@@ -35,11 +57,11 @@ def measure_blocks(
 ) -> Measurements:
     """Measure every block and readout on a micro-batch; the chain needs a readout at every boundary.
 
-    `flops_per_second` replaces the clock by counted operations, and is needed on the meta device.
+    `flops_per_second` replaces the clock by counted operations, and is needed for fake tensors.
     """
-    is_meta = inputs.device.type == "meta"
-    if is_meta and flops_per_second is None:
-        raise ValueError("on the meta device nothing runs; say how many operations per second a GPU does")
+    is_fake = isinstance(inputs, FakeTensor)
+    if is_fake and flops_per_second is None:
+        raise ValueError("fake tensors do not run; say how many operations per second a GPU does")
     clock = _timer(inputs.device, repeats) if flops_per_second is None else _counter(flops_per_second)
     with unchanged(chain):
         saved, shared, read, states = _count_bytes(chain, inputs, labels)
@@ -53,7 +75,7 @@ def measure_blocks(
             seconds = _time_readout(chain, t + 1, states[t + 1], labels, clock)
             readouts.append(ReadoutCosts(seconds, read[t], *_weight_bytes(chain.readouts[str(t + 1)])))
             advance()
-        per_byte, multiple = _time_update(chain, optimizer, clock, is_meta=is_meta)
+        per_byte, multiple = _time_update(chain, optimizer, clock, is_fake=is_fake)
     how = "counted operations" if flops_per_second is not None else f"measured on {inputs.device.type}"
     return Measurements(len(inputs), tuple(blocks), tuple(readouts), per_byte, multiple, how)
 
@@ -108,7 +130,7 @@ def _time_readout(chain: Chain, boundary: int, state: Tensor, labels: Tensor, cl
     return clock(read)
 
 
-def _time_update(chain: Chain, factory: OptimizerFactory, clock: Clock, *, is_meta: bool) -> tuple[float, float]:
+def _time_update(chain: Chain, factory: OptimizerFactory, clock: Clock, *, is_fake: bool) -> tuple[float, float]:
     """Seconds and bytes of optimizer state per byte of trained weights, on a copy of the largest block."""
     largest = max(chain.blocks, key=lambda block: _weight_bytes(block)[0])
     copies = [nn.Parameter(torch.empty_like(p)) for p in largest.parameters() if p.requires_grad]
@@ -122,7 +144,7 @@ def _time_update(chain: Chain, factory: OptimizerFactory, clock: Clock, *, is_me
     optimizer.step()
     state = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
     multiple = sum(value.nbytes for value in state) / size
-    return (0.0 if is_meta else clock(optimizer.step) / size), multiple
+    return (0.0 if is_fake else clock(optimizer.step) / size), multiple
 
 
 def _weight_bytes(module: nn.Module) -> tuple[int, int]:
@@ -154,7 +176,7 @@ def _timer(device: torch.device, repeats: int) -> Clock:
 
 def _counter(flops_per_second: float) -> Clock:
     def seconds(function: Callable[[], object]) -> float:
-        with FlopCounterMode(display=False) as counter:
+        with FlopCounterMode(display=False, custom_mapping=ATTENTION) as counter:
             function()
         return float(counter.get_total_flops()) / flops_per_second
 

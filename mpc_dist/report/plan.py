@@ -66,7 +66,7 @@ class PlanReport:
         yield f"GPUs for h*: ladder {plan.ladder_gpus}, realised {realised}: {plan.why}"
         chosen = plan.chosen
         yield (
-            f"chosen: {chosen.name}, {chosen.num_gpus} GPUs, {chosen.microbatches} micro-batches, at most {chosen.cap} "
+            f"chosen: {chosen.name}, {chosen.num_gpus} GPUs, {chosen.microbatches} micro-batches, {chosen.in_flight} "
             "in flight" + (": back-propagation is the better choice here" if chosen.shape.windows == "backprop" else "")
         )
         yield from (f"note: {note}" for note in plan.notes)

@@ -4,7 +4,7 @@ The gradients of a block by all readouts meet on the block's own rank, so inner 
 they, not the gradients, are gathered.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from mpc_dist.readout import Loss
 from mpc_dist.runtime.mesh import Mesh
 from mpc_dist.runtime.transport import Transport
 from mpc_dist.schedule.action import Action, Op
+from mpc_dist.windows import Windows
 
 MicroBatches = tuple[Sequence[Tensor], Sequence[Tensor]]
 
@@ -28,10 +29,11 @@ def probe_angles(
     num_blocks: int,
     batches: Sequence[MicroBatches],
     *,
-    advance: Callable[[], None] = lambda: None,
+    windows: Sequence[Windows] | None = None,
 ) -> AngleProfile:
-    """Profile the gradients of every readout; every rank gives its blocks and the readouts at all their ends."""
+    """Profile the gradients that these windows need (default: all); a rank gives its blocks and their readouts."""
     first, last = min(blocks), max(blocks)
+    needed = needed_readouts(num_blocks, windows)
     modules = nn.ModuleList([*blocks.values(), *readouts.values()])
     grams = []
     with unchanged(modules):
@@ -40,19 +42,21 @@ def probe_angles(
                 [blocks[t] for t in sorted(blocks)],
                 first,
                 lambda boundary, state, given: loss(readouts[boundary](state), given),
-                needed_readouts(num_blocks, None),
+                needed,
             )
-            above = range(last + 2, num_blocks + 1)
+            # The adjoints that enter from the rank above, and those that go on to the rank below.
+            entering = [s for s, stop in sorted(probe.lowest.items()) if s > last + 1 and stop <= last]
+            leaving = [s for s, stop in sorted(probe.lowest.items()) if s > first and stop < first]
             for m, (x, y) in enumerate(zip(inputs, labels, strict=True)):
                 activation = Action(Op.RECEIVE_ACTIVATION, first, m)
-                adjoints = [Action(Op.RECEIVE_ADJOINT, last, m, s) for s in above]
+                adjoints = [Action(Op.RECEIVE_ADJOINT, last, m, s) for s in entering]
                 transport.expect([*([activation] if mesh.stage else []), *adjoints])
                 state = probe.forward(transport.receive(activation) if mesh.stage else x, y, share=1 / len(inputs))
-                if above:
+                if mesh.stage + 1 < mesh.num_stages:
                     transport.send(Action(Op.SEND_ACTIVATION, last, m), state)
-                arrived = {s: transport.receive(action) for s, action in zip(above, adjoints, strict=True)}
-                below = probe.backward(arrived, advance)
-                for s in range(first + 1, num_blocks + 1) if mesh.stage else ():
+                arrived = {s: transport.receive(action) for s, action in zip(entering, adjoints, strict=True)}
+                below = probe.backward(arrived)
+                for s in leaving:
                     transport.send(Action(Op.SEND_ADJOINT, first, m, s), below[s])
             grams.append(probe.grams())
     return AngleProfile(tuple(_gather(mesh, own) for own in grams))

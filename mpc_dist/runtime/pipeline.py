@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mpc_dist.profile.angle import AngleProfile
+from mpc_dist.profile.angle import AngleProfile, needed_readouts
 from mpc_dist.profile.unchanged import unchanged
 from mpc_dist.readout import Identity, Loss, Shared
 from mpc_dist.runtime.angle_probe import probe_angles
@@ -78,10 +78,9 @@ class Pipeline:
         self.schedule = build_schedule(layout, num_microbatches, split=split, cap=cap, costs=costs)
         validate(self.schedule, layout)
         self._timeout = timeout
-        own = layout.segments[mesh.stage]
-        boundaries = [layout.blocks[segment].stop for segment in own if segment + 1 in layout.windows.readouts]
+        self._split = split
         self._blocks = {t: build_block(t).to(mesh.device) for t in layout.stage_blocks(mesh.stage)}
-        self._readouts = {s: build_readout(s).to(mesh.device) for s in boundaries}
+        self._readouts = {s: build_readout(s).to(mesh.device) for s in self._boundaries()}
         self._build_readout = build_readout
         self._loss = loss
         self._optimizer = optimizer
@@ -116,6 +115,17 @@ class Pipeline:
             for name, parameter in module.named_parameters()
         }
 
+    @property
+    def fixed_bytes(self) -> int:
+        """What this rank holds whatever is in flight: weights, gradients, optimizer state, buffers for messages."""
+        modules = [*self._blocks.values(), *self._readouts.values()]
+        parameters = [p for module in modules for p in module.parameters()]
+        size = sum(p.nbytes * (2 if p.requires_grad else 1) for p in parameters)
+        size += sum(buffer.nbytes for module in modules for buffer in module.buffers())
+        states = self.stage.optimizer.state.values() if self.stage.optimizer is not None else ()
+        size += sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
+        return size + (self._transport.posted_bytes if self._transport is not None else 0)
+
     def step(self, inputs: Tensor, labels: Tensor) -> StepResult:
         """One optimizer step. Every stage of a replica gives the same batch and uses what it needs of it."""
         parts = self._prepare(inputs, labels)
@@ -131,14 +141,35 @@ class Pipeline:
         assert scores is not None
         return scores
 
-    def measure_angles(self, batches: Sequence[tuple[Tensor, Tensor]]) -> AngleProfile:
-        """The angle of any windows to back-propagation, for a model that no single rank holds.
+    def change_windows(self, windows: Windows) -> None:
+        """Train with other windows from the next step on: the pipe drains, weights and optimizer state stay.
+
+        Readouts that have not been used before begin with their initial weights. Every rank calls it.
+        """
+        self.close()
+        before = self._stage
+        partition = [len(self.layout.stage_blocks(rank)) for rank in range(self.layout.num_ranks)]
+        self.layout = lay_out(windows, partition)
+        self.schedule = build_schedule(self.layout, self.schedule.num_microbatches, split=self._split)
+        validate(self.schedule, self.layout)
+        for boundary in self._boundaries():
+            if boundary not in self._readouts:
+                self._readouts[boundary] = self._build_extra_readout(boundary)
+        self._shared_head = self._share_head() if self.mesh.num_stages > 1 else None
+        if before is not None:
+            self._stage = self._build_stage(before.transport, before)
+
+    def measure_angles(
+        self, batches: Sequence[tuple[Tensor, Tensor]], windows: Sequence[Windows] | None = None
+    ) -> AngleProfile:
+        """The angle of these windows (default: any) to back-propagation, for a model that no single rank holds.
 
         Every rank calls it with the same batches and gets the whole profile. Readouts that training does not use are
         built for it, with their initial weights.
         """
         parts = [self._prepare(*batch) for batch in batches]
-        ends = range(min(self._blocks) + 1, max(self._blocks) + 2)
+        needed = {s for readouts in needed_readouts(self.layout.blocks[-1].stop, windows) for s in readouts}
+        ends = sorted(needed & set(range(min(self._blocks) + 1, max(self._blocks) + 2)))
         readouts = {s: self._readouts[s] if s in self._readouts else self._build_extra_readout(s) for s in ends}
         self.close()  # what was sent for training has arrived: the channels are free
         profile = probe_angles(
@@ -149,6 +180,7 @@ class Pipeline:
             self._loss,
             self.layout.blocks[-1].stop,
             parts,
+            windows=windows,
         )
         self.close()
         return profile
@@ -174,6 +206,12 @@ class Pipeline:
         if self._stage is None:
             self._stage = self._connect(parts[0][0])
         return parts
+
+    def _boundaries(self) -> list[int]:
+        """Where this rank's segments end in a readout."""
+        layout = self.layout
+        own = layout.segments[self.mesh.stage]
+        return [layout.blocks[segment].stop for segment in own if segment + 1 in layout.windows.readouts]
 
     def _build_extra_readout(self, boundary: int) -> nn.Module:
         readout = self._build_readout(boundary).to(self.mesh.device)
@@ -215,27 +253,41 @@ class Pipeline:
                 channels[direction, kind] = Channel(after, group, output.shape, output.dtype, mesh.device)
         return stage
 
-    def _build_stage(self, transport: Transport) -> Stage:
+    def _build_stage(self, transport: Transport, before: Stage | None = None) -> Stage:
+        """This rank's stage; one that comes after another goes on with its optimizer and its place in training."""
         mesh = self.mesh
+        readouts = {s: self._readouts[s] for s in self._boundaries()}
 
         def sum_over_stages(value: Tensor) -> None:
             dist.all_reduce(value, group=mesh.stages)
 
-        return Stage(
+        def go_on(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+            if before is None or before.optimizer is None:
+                return self._optimizer(parameters)
+            known = {id(p) for group in before.optimizer.param_groups for p in group["params"]}
+            new = [parameter for parameter in parameters if id(parameter) not in known]
+            if new:
+                before.optimizer.add_param_group({"params": new})
+            return before.optimizer
+
+        stage = Stage(
             self.layout,
             self.schedule,
             mesh.stage,
             blocks=self._blocks,
-            readouts=self._readouts,
+            readouts=readouts,
             loss=self._loss,
             transport=transport,
-            optimizer=self._optimizer,
+            optimizer=go_on,
             options=self._options,
             reducer=AllReduceReducer(mesh.replicas) if mesh.replicas is not None else None,
             shared_head=self._shared_head,
             sum_over_stages=sum_over_stages if mesh.stages is not None else None,
             replica=mesh.replica,
         )
+        if before is not None:
+            stage.randomness.step = before.randomness.step
+        return stage
 
 
 def build_pipeline(

@@ -117,6 +117,8 @@ class Channel:
     expected: deque[Action] = field(default_factory=deque)
     posted: deque[Message] = field(default_factory=deque)
     sent: deque[Message] = field(default_factory=deque)
+    is_used: bool = False
+    """Whether a message was ever expected on it."""
 
     def __post_init__(self) -> None:
         self.rank_in_group = dist.get_group_rank(self.group, self.peer)
@@ -138,10 +140,19 @@ class DistributedTransport:
         self.seconds_waiting = 0.0
         """Time spent in receives so far."""
 
+    @property
+    def posted_bytes(self) -> int:
+        """Size of the buffers that wait for messages, on the channels that have had any."""
+        used = [channel for (direction, _), channel in self._channels.items() if direction == "receive"]
+        sizes = [channel.shape.numel() * channel.dtype.itemsize for channel in used if channel.is_used]
+        return self.POSTED_AHEAD * sum(sizes)
+
     def expect(self, receives: Iterable[Action]) -> None:
         """Post the first receives of each channel."""
         for action in receives:
-            self._channels["receive", kind_of(action)].expected.append(action)
+            channel = self._channels["receive", kind_of(action)]
+            channel.expected.append(action)
+            channel.is_used = True
         for (direction, _), channel in self._channels.items():
             if direction == "receive":
                 self._post(channel)

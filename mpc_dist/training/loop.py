@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from mpc_dist.data import Batch, Batches, Dataset
 from mpc_dist.models import build_parts
+from mpc_dist.planner.adapt import GrowingHorizon
 from mpc_dist.profile import SavedBytes
 from mpc_dist.readout import LOSSES
 from mpc_dist.runtime.executor import StepRecord
@@ -25,6 +26,7 @@ from mpc_dist.training.config import Config
 from mpc_dist.training.metrics import MetricsFile, read_metrics
 from mpc_dist.training.optimizer import DropOnRise, build_optimizer, build_scheduler
 from mpc_dist.training.sections import DROP_ON_RISE
+from mpc_dist.windows import expand, tumbling
 
 NUM_TIMELINES = 20
 """Of how many last steps the metrics hold when each action ran."""
@@ -98,6 +100,9 @@ class _Loop:
         self._metrics = MetricsFile(self._folder, launch.rank)
         self._step_rate: Callable[[], None] = lambda: None
         self._drop: DropOnRise | None = None
+        is_adaptive = config.horizon.mode == "adaptive"
+        self._growing = GrowingHorizon(mesh.num_stages) if is_adaptive else None
+        self._recent_losses: list[float] = []
         self._epoch_losses: list[float] = []
 
     def run(self) -> dict[int, Score]:
@@ -111,6 +116,8 @@ class _Loop:
             bar = None if progress is None else progress.add_task("training", total=training.steps)
             for step in range(1, training.steps + 1):
                 self._train_step(step)
+                if self._growing is not None and step % self._config.horizon.every == 0:
+                    self._adapt(step, self._growing)
                 if step % training.eval_every == 0 or step == training.steps:
                     scores = self._evaluate(step)
                 if progress is not None and bar is not None:
@@ -120,22 +127,24 @@ class _Loop:
 
     def _train_step(self, step: int) -> None:
         epoch = self._batches.epoch
-        inputs, labels = self._place(self._replica_part(next(self._batches)))
+        inputs, labels = self._last_batch = self._place(self._replica_part(next(self._batches)))
         start = time.perf_counter()
         extra: dict[str, int] = {}
         if step == 1:
             # What a schedule holds does not change from step to step: it is counted once.
             with SavedBytes([*self._pipeline.named_parameters().values(), inputs, labels]) as saved:
                 result = self._pipeline.step(inputs, labels)
-            extra["live_bytes"] = saved.peak
+            extra |= {"live_bytes": saved.peak, "rank_bytes": saved.peak + self._pipeline.fixed_bytes}
             self._set_up_rates()
         else:
             result = self._pipeline.step(inputs, labels)
         seconds = time.perf_counter() - start
         self._step_rate()
-        if self._drop is not None:
+        if self._drop is not None or self._growing is not None:
             last = self._config.model.num_blocks
-            self._epoch_losses += [loss for boundary, loss in result.losses.items() if boundary == last]
+            found = [loss for boundary, loss in result.losses.items() if boundary == last]
+            self._epoch_losses += found
+            self._recent_losses += found
         if self._batches.epoch != epoch:
             self._end_epoch()
         if step == 1 or step % self._config.training.log_every == 0:
@@ -154,6 +163,31 @@ class _Loop:
             actions = [(str(interval.action), interval.start, interval.end) for interval in result.record.timeline]
             self._metrics.write(event="timeline", step=step, actions=actions)
 
+    def _adapt(self, step: int, growing: GrowingHorizon) -> None:
+        """Measure the angle of the present windows on the last batch, decide, and change the windows if so decided."""
+        windows = expand(tumbling(self._mesh.num_stages, growing.size), self._config.partition)
+        profile = self._pipeline.measure_angles([self._last_batch], [windows])
+        loss = self._mean_on_last_rank(self._recent_losses)
+        self._recent_losses = []
+        before = growing.size
+        evidence = torch.tensor([profile.cosine(windows), loss], dtype=torch.float64, device=self._mesh.device)
+        if self._mesh.replicas is not None:
+            dist.all_reduce(evidence, group=self._mesh.replicas)
+            evidence /= self._mesh.num_replicas
+        # The evidence is the same on every rank, and so is the decision.
+        decision = growing.decide(*evidence.tolist())
+        if decision.size != before:
+            self._pipeline.change_windows(
+                expand(tumbling(self._mesh.num_stages, decision.size), self._config.partition)
+            )
+        self._metrics.write(event="horizon", step=step, before=before, **vars(decision))
+
+    def _mean_on_last_rank(self, losses: list[float]) -> float:
+        mean = torch.tensor(sum(losses) / max(len(losses), 1), device=self._mesh.device)
+        if self._mesh.stages is not None:
+            dist.broadcast(mean, src=self._mesh.ranks_of_stages[-1], group=self._mesh.stages)
+        return float(mean)
+
     def _set_up_rates(self) -> None:
         optimizer = self._pipeline.stage.optimizer
         if optimizer is None:
@@ -165,11 +199,9 @@ class _Loop:
     def _end_epoch(self) -> None:
         if self._config.optimizer.scheduler == DROP_ON_RISE:
             # The rule needs the last rank's loss everywhere: the one time in an epoch at which ranks wait.
-            mean = torch.tensor(sum(self._epoch_losses) / max(len(self._epoch_losses), 1), device=self._mesh.device)
-            if self._mesh.stages is not None:
-                dist.broadcast(mean, src=self._mesh.ranks_of_stages[-1], group=self._mesh.stages)
+            mean = self._mean_on_last_rank(self._epoch_losses)
             if self._drop is not None:
-                self._drop.end_epoch(float(mean))
+                self._drop.end_epoch(mean)
         self._epoch_losses = []
 
     def _evaluate(self, step: int) -> dict[int, Score]:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from mpc_dist.data import Batch, Batches
 from mpc_dist.models import BlockModel, Chain, build_chain
@@ -26,7 +27,7 @@ from mpc_dist.planner.plan import Plan
 from mpc_dist.planner.search import Planner, Request, make_plan
 from mpc_dist.planner.select import Selection, choose_horizons, select_horizon
 from mpc_dist.profile import AngleProfile, measure_angles, measure_memory
-from mpc_dist.profile.blocks import measure_blocks
+from mpc_dist.profile.blocks import measure_blocks, without_allocating
 from mpc_dist.task import Task
 from mpc_dist.training.config import Config
 from mpc_dist.training.optimizer import build_optimizer
@@ -50,16 +51,16 @@ class Probe:
     """Runs of which each time is the median."""
     profiles: Path = Path("runs/profiles")
     """Where measured profiles are kept."""
-    meta_tflops: float | None = None
-    """Plan without allocating the model: bytes from meta tensors, times from operations at this many per second."""
+    fake_tflops: float | None = None
+    """Plan without allocating the model: times follow from operations, 10^12 of them so many times a second."""
     angles_file: Path | None = None
     """An angle profile to use instead of measuring one."""
 
     def __post_init__(self) -> None:
         check_whole("number of batches:", self.num_batches, minimum=1)
         check_whole("repeats:", self.repeats, minimum=1)
-        if self.meta_tflops is not None:
-            check_real("tflops", self.meta_tflops, minimum=1e-6)
+        if self.fake_tflops is not None:
+            check_real("tflops", self.fake_tflops, minimum=1e-6)
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def plan_for(
     data = config.data.load()
     batches = Batches(data.train, batch_size=config.batch_size, seed=config.seed)
     samples = [place(batch, config) for batch in islice(batches, probe.num_batches)]
-    if probe.meta_tflops is None:
+    if probe.fake_tflops is None:
         chain = build_whole_chain(config, data.task)
         angle_note, cosine = _measured_angles(chain, samples, config, probe, report)
     else:
@@ -245,7 +246,7 @@ def _measurements(config: Config, task: Task, sample: Batch, probe: Probe, repor
     key = _angle_key(config, probe) | {
         "device": config.torch_device.type,
         "optimizer": config.as_dict()["optimizer"],
-        "meta_tflops": probe.meta_tflops,
+        "fake_tflops": probe.fake_tflops,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }
@@ -254,20 +255,20 @@ def _measurements(config: Config, task: Task, sample: Batch, probe: Probe, repor
     if known is not None:
         return known
     counts = microbatch_counts(config)
-    timed = counts if probe.meta_tflops is None else counts[:1]
+    timed = counts if probe.fake_tflops is None else counts[:1]
     total = len(timed) * config.model.num_blocks
     done = iter(range(1, total + 1))
     found = {}
     with _chain_to_measure(config, task, probe) as chain:
         for m in timed:
-            inputs, labels = (_shape_on(part[: config.batch_size // m], chain) for part in sample)
+            inputs, labels = (_as_the_chain(part, chain)[: config.batch_size // m] for part in sample)
             found[m] = measure_blocks(
                 chain,
                 inputs,
                 labels,
                 partial(build_optimizer, config.optimizer),
                 repeats=probe.repeats,
-                flops_per_second=None if probe.meta_tflops is None else 1e12 * probe.meta_tflops,
+                flops_per_second=None if probe.fake_tflops is None else 1e12 * probe.fake_tflops,
                 advance=lambda: report("times and bytes of blocks", next(done), total),
             )
     for m in counts[len(timed) :]:
@@ -278,17 +279,23 @@ def _measurements(config: Config, task: Task, sample: Batch, probe: Probe, repor
 
 @contextmanager
 def _chain_to_measure(config: Config, task: Task, probe: Probe) -> Iterator[Chain]:
-    if probe.meta_tflops is None:
+    if probe.fake_tflops is None:
         yield build_whole_chain(config, task)
         return
-    with torch.device("meta"):
-        chain = build_chain(config.model, task, readout=config.readout.kind, seed=config.seed)
-    yield chain.to(dtype=config.torch_dtype)
+    # A fake module cannot be converted afterwards.
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(config.torch_dtype)
+    try:
+        with without_allocating():
+            yield build_chain(config.model, task, readout=config.readout.kind, seed=config.seed)
+    finally:
+        torch.set_default_dtype(default)
 
 
-def _shape_on(part: Tensor, chain: Chain) -> Tensor:
-    """The tensor where the chain is: on the meta device, its shape only."""
-    return part.to(next(chain.parameters()).device)
+def _as_the_chain(part: Tensor, chain: Chain) -> Tensor:
+    """The tensor, or only its shape if the chain has no more."""
+    weight = next(chain.parameters())
+    return weight.fake_mode.from_tensor(part) if isinstance(weight, FakeTensor) else part
 
 
 def _memory(

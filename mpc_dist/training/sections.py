@@ -23,11 +23,15 @@ class HorizonConfig:
     """How many units ahead, or units per group; loco and backprop have none."""
     unit: Literal["stages", "blocks"] = "stages"
     """What is counted; with stages, losses are read at stage boundaries only."""
-    mode: Literal["fixed", "auto"] = "fixed"
-    """fixed: as given; auto: planned at start-up for the ranks given (short form `horizon: auto`)."""
+    mode: Literal["fixed", "auto", "adaptive"] = "fixed"
+    """fixed: as given; auto: planned at start-up for the ranks given (short form `horizon: auto`); adaptive: tumbling
+    windows in stages that grow during training, from 1 stage to all."""
+    every: int = 100
+    """adaptive: steps between decisions."""
 
     def __post_init__(self) -> None:
-        if self.mode == "auto":
+        check_whole("horizon.every", self.every, minimum=1)
+        if self.mode != "fixed":
             return
         if self.windows in ("sliding", "cumulative", "tumbling"):
             check_whole("horizon.size", self.size, minimum=1)
@@ -36,6 +40,8 @@ class HorizonConfig:
         """The windows over all blocks of a model that is cut into stages of these sizes."""
         count = len(partition) if self.unit == "stages" else sum(partition)
         size = count if self.size is None else self.size
+        if self.mode == "adaptive":
+            return expand(tumbling(len(partition), 1), partition)
         if size > count:
             raise ValueError(
                 f"horizon.size {size} exceeds the {count} {self.unit} of this run; use 1..{count}"

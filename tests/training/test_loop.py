@@ -61,7 +61,13 @@ def test_a_run_reports_what_it_did(tmp_path: Path):
     events = [line["event"] for line in first if line["event"] != "timeline"]
     assert events == ["start", "step", "step", "evaluation", "step", "step", "evaluation"]
     assert [line["step"] for line in first if line["event"] == "timeline"] == [1, 2, 3, 4]
-    assert first[0]["config"]["horizon"] == {"windows": "sliding", "size": 1, "unit": "stages", "mode": "fixed"}
+    assert first[0]["config"]["horizon"] == {
+        "windows": "sliding",
+        "size": 1,
+        "unit": "stages",
+        "mode": "fixed",
+        "every": 100,
+    }
     step: dict[str, Any] = first[1]
     assert step["live_bytes"] > 0
     assert step["in_flight"] == 1

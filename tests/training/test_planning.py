@@ -1,0 +1,162 @@
+"""From a configuration to a plan to a run, and trials."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpc_dist.cli import main
+from mpc_dist.commands.plan import parse_bytes
+from mpc_dist.data import TextData
+from mpc_dist.models import GPT
+from mpc_dist.planner.plan import Plan
+from mpc_dist.planner.search import Request
+from mpc_dist.training.config import Config
+from mpc_dist.training.metrics import read_metrics
+from mpc_dist.training.planning import Probe, apply_plan, plan_for
+from mpc_dist.training.sections import OptimizerConfig
+from mpc_dist.training.trial import choose_finalists, find_disagreements, relative_rate, run_trials, windows_of
+from mpc_dist.windows import backprop
+from tests.conftest import ROOT
+
+SMALL = "--config configs/gpt_train.yaml --model.num_blocks 4 --model.width 16 --data.context 16 --data.max_bytes 30000"
+CONFIG = Config(
+    model=GPT(num_blocks=4, width=16, num_heads=2),
+    data=TextData(context=16, max_bytes=30_000),
+    optimizer=OptimizerConfig(lr=0.01),
+    batch_size=8,
+)
+
+
+def quiet(_what: str, _done: int, _total: int) -> None: ...
+
+
+def plan(*options: str, out: Path, fails: bool = False) -> int:
+    argv = ["plan", *SMALL.split(), "--gpu-memory", "4MiB", "--batches", "1", "--out", str(out), *options]
+    code = main([*argv, "--profiles", str(out.parent / "profiles")])
+    assert (code == 0) != fails
+    return code
+
+
+def launch(num_ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", str(num_ranks)]
+    return subprocess.run(
+        [*torchrun, "launch/train.py", *SMALL.split(), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+    )
+
+
+def test_a_plan_is_made_and_run_as_it_is(tmp_path: Path, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    out = tmp_path / "plan.yaml"
+    plan("--max-gpus", "2", out=out)
+    said = capsys.readouterr().out
+    assert "Algorithm 1: h* =" in said
+    assert "launch/train.py --config configs/gpt_train.yaml --plan" in said
+    assert out.with_suffix(".png").stat().st_size > 10_000
+    made = Plan.read(out)
+    folder = ["--training.folder", str(tmp_path / "run"), "--training.steps", "3"]
+    done = launch(made.chosen.num_gpus, "--plan", str(out), *folder)
+    assert done.returncode == 0, done.stderr
+    start = read_metrics(tmp_path / "run", 0)[0]
+    assert start["config"]["parallel"]["partition"] == list(made.chosen.partition)
+    assert start["config"]["horizon"]["windows"] == made.chosen.shape.windows
+    wrong = launch(made.chosen.num_gpus + 1, "--plan", str(out), *folder)
+    assert "processes were started; start" in wrong.stderr
+    other = launch(made.chosen.num_gpus, "--plan", str(out), "--model.width", "32", *folder)
+    assert "the plan is for another model" in other.stderr
+    # What was measured is used again.
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "profiles").iterdir()}
+    plan("--max-gpus", "2", "--objective", "O2", out=out)
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "profiles").iterdir()} == before
+
+
+def test_horizon_auto_plans_for_the_ranks_given(tmp_path: Path):
+    done = launch(2, "--horizon", "auto", "--training.folder", str(tmp_path), "--training.steps", "3")
+    assert done.returncode == 0, done.stderr
+    assert Plan.read(tmp_path / "plan.yaml").chosen.num_gpus == 2
+
+
+def test_an_adaptive_horizon_grows_and_logs_its_evidence(tmp_path: Path):
+    options = "--horizon.mode adaptive --horizon.every 2 --training.steps 8 --optimizer.lr 0".split()
+    done = launch(2, *options, "--training.folder", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    decisions = [line for line in read_metrics(tmp_path, 1) if line["event"] == "horizon"]
+    assert [line["step"] for line in decisions] == [2, 4, 6, 8]
+    assert [line["size"] for line in decisions] == [1, 2, 2, 2]  # nothing is learnt, so the loss does not fall
+    assert "the loss fell by" in decisions[1]["reason"]
+    assert decisions[1]["loss"] > 0
+    assert decisions[-1]["cosine"] == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--gpu-memory", "1KiB"], "no number of GPUs helps"),
+        (["--gpu-memory", "many"], "'many' is no size; write e.g. 24GiB"),
+        (["--gpu-memory", ""], "say how much memory one GPU has"),
+        (["--max-gpus", "0"], "number of GPUs: 0 is out of range"),
+        (["--objective", "O1", "--eps", "2"], "eps 2.0 is out of range"),
+        (["--layout", "2|3"], "layout '2|3' must be stage sizes"),
+        (["--angles-file", "nowhere.json"], "there is no angle profile nowhere.json"),
+        (["--cost", "math.pi"], "'math.pi' is a float, not a function"),
+    ],
+)
+def test_bad_requests_are_named(options, message, tmp_path: Path, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    plan(*options, out=tmp_path / "plan.yaml", fails=True)
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_an_angle_file_must_be_one(tmp_path: Path, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    empty = tmp_path / "angles.json"
+    for content in ({"grams": []}, {}, {"grams": [[[[1.0]], [[1.0]]]]}):
+        empty.write_text(json.dumps(content))
+        plan("--angles-file", str(empty), out=tmp_path / "plan.yaml", fails=True)
+        assert "is no angle profile of mpc_dist" in " ".join(capsys.readouterr().err.split())
+
+
+def test_sizes_are_read():
+    assert parse_bytes("24GiB") == 24 * 2**30
+    assert parse_bytes("500 MB") == 5e8
+    assert parse_bytes("1e9") == 1e9
+    assert parse_bytes("2g") == 2e9
+
+
+def test_trials_rank_the_finalists_by_what_they_learnt(tmp_path: Path):
+    request = Request(gpu_memory=1e9, max_gpus=4)
+    planned = plan_for(CONFIG, request, Probe(num_batches=1, repeats=1, profiles=tmp_path))
+    finalists = choose_finalists(planned.plan.candidates)
+    assert {one.shape.windows for one in finalists} == {"backprop", "sliding", "tumbling", "cumulative"}
+    assert len({windows_of(one) for one in finalists}) == len(finalists)
+    tried = run_trials(CONFIG, planned, num_steps=30, report=quiet)
+    by_windows = {windows_of(one): one for one in tried.plan.candidates if one.trial_quality is not None}
+    assert set(by_windows) == {windows_of(one) for one in finalists} | {backprop(4)}
+    assert by_windows[backprop(4)].trial_quality == pytest.approx(1)
+    assert tried.plan.chosen == tried.plan.candidates[0]
+    assert tried.plan.chosen.trial_quality is not None
+    assert any(note.startswith("trial: 30 steps") for note in tried.plan.notes)
+    assert apply_plan(CONFIG, tried.plan).parallel.stages == tried.plan.chosen.num_gpus
+
+
+def test_the_rate_and_what_is_said_of_disagreement(tmp_path: Path):
+    assert relative_rate(2.0, 4.0, 1.0) == pytest.approx(0.5)
+    assert relative_rate(float("nan"), 4.0, 1.0) == 0
+    with pytest.raises(ValueError, match="back-propagation did not learn in the trial"):
+        relative_rate(2.0, 4.0, 5.0)
+    planned = plan_for(CONFIG, Request(1e9, max_gpus=2), Probe(num_batches=1, repeats=1, profiles=tmp_path))
+    one, other = choose_finalists(planned.plan.candidates)[:2]
+    close = dataclasses.replace(one, quality=0.9, trial_quality=0.2)
+    far = dataclasses.replace(other, quality=0.3, trial_quality=0.8)
+    (said,) = find_disagreements([close, far])
+    assert "has the closer gradient (r^ 0.900 against 0.300)" in said
+    assert find_disagreements([dataclasses.replace(close, trial_quality=0.9), far]) == []

@@ -21,7 +21,8 @@ from mpc_dist.training.metrics import read_metrics
 from mpc_dist.training.planning import Planned, Probe, apply_plan, plan_for
 from mpc_dist.training.sections import OptimizerConfig, TrainingConfig
 
-STEPS = 12
+STEPS = 44
+WARM_UP, TIMED = 6, 18
 PLENTY = 2.0**40
 TIMEOUT = 600.0
 
@@ -39,7 +40,7 @@ class Measured:
     """What a planned run did."""
 
     step_seconds: list[float]
-    """Of the later half of the steps, each of the slowest rank."""
+    """Of the slowest rank, after some to warm up."""
     bytes_per_rank: list[float]
 
 
@@ -73,7 +74,7 @@ def _config(name: str, folder: Path) -> Config:
 def _plan(config: Config, num_stages: int, folder: Path) -> Planned:
     # Latency and bandwidth of gloo on the loopback.
     request = Request(gpu_memory=PLENTY, num_gpus=num_stages, latency=3e-4, bandwidth=1.5e9)
-    return plan_for(config, request, Probe(num_batches=1, profiles=folder / "profiles"))
+    return plan_for(config, request, Probe(num_batches=1, processes=num_stages, profiles=folder / "profiles"))
 
 
 def _chosen(planned: Planned) -> list[Candidate]:
@@ -90,11 +91,11 @@ def _run(config: Config, planned: Planned, candidate: Candidate) -> Measured:
     run_local_ranks(_train, candidate.num_gpus, apply_plan(config, plan), plan, timeout=TIMEOUT)
     folder = Path(config.training.folder)
     by_rank = [
-        [line for line in read_metrics(folder, rank) if line["event"] == "step"][-STEPS:]
-        for rank in range(candidate.num_gpus)
+        [line for line in read_metrics(folder, rank) if line["event"] == "step"] for rank in range(candidate.num_gpus)
     ]
-    times = [max(line["step_seconds"] for line in lines) for lines in zip(*by_rank, strict=True)]
-    return Measured(times[STEPS // 2 :], [float(lines[0]["rank_bytes"]) for lines in by_rank])
+    # Later steps also write their timelines. All ranks keep the same pace: the slowest one's median counts.
+    timed = [[line["step_seconds"] for line in lines[WARM_UP : WARM_UP + TIMED]] for lines in by_rank]
+    return Measured(max(timed, key=statistics.median), [float(lines[0]["rank_bytes"]) for lines in by_rank])
 
 
 def _train(rank: int, config: Config, plan: Plan) -> None:

@@ -164,6 +164,11 @@ class Measurements:
         return self.update_seconds_per_byte * sum(self.blocks[t].parameter_bytes for t in blocks)
 
 
+def slowest(found: tuple[Measurements, ...]) -> Measurements:
+    """Of several processes that measured the same at once, the one that took longest."""
+    return max(found, key=lambda one: sum(b.forward + b.input_grad + b.weight_grad for b in one.blocks))
+
+
 def save_measurements(path: Path, found: dict[int, Measurements], key: dict[str, Any]) -> None:
     """Write what was measured, by number of micro-batches, with what it depends on."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -62,20 +62,26 @@ def measure_blocks(
     is_fake = isinstance(inputs, FakeTensor)
     if is_fake and flops_per_second is None:
         raise ValueError("fake tensors do not run; say how many operations per second a GPU does")
-    clock = _timer(inputs.device, repeats) if flops_per_second is None else _counter(flops_per_second)
+    clock = _timer(inputs.device) if flops_per_second is None else _counter(flops_per_second)
     with unchanged(chain):
         saved, shared, read, states = _count_bytes(chain, inputs, labels)
-        blocks, readouts = [], []
-        for t, block in enumerate(chain.blocks):
-            forward, input_grad, weight_grad = _time_block(block, states[t], is_first=t == 0, clock=clock)
-            trained, fixed = _weight_bytes(block)
-            blocks.append(
-                BlockCosts(forward, input_grad, weight_grad, saved[t], shared[t], states[t + 1].nbytes, trained, fixed)
-            )
-            seconds = _time_readout(chain, t + 1, states[t + 1], labels, clock)
-            readouts.append(ReadoutCosts(seconds, read[t], *_weight_bytes(chain.readouts[str(t + 1)])))
-            advance()
+        # The first round warms up; counting needs one only.
+        rounds = [
+            _time_round(chain, states, labels, clock, advance)
+            for _ in range(repeats + 1 if flops_per_second is None else 1)
+        ]
+        timed = rounds[1:] or rounds
         per_byte, multiple = _time_update(chain, optimizer, clock, is_fake=is_fake)
+    for parameter in chain.parameters():
+        parameter.grad = None
+    blocks, readouts = [], []
+    for t, block in enumerate(chain.blocks):
+        forward, reading, input_grad, whole = (statistics.median(one[t][kind] for one in timed) for kind in range(4))
+        trained, fixed = _weight_bytes(block)
+        size = states[t + 1].nbytes
+        weight_grad = max(0.0, whole - input_grad)
+        blocks.append(BlockCosts(forward, input_grad, weight_grad, saved[t], shared[t], size, trained, fixed))
+        readouts.append(ReadoutCosts(reading, read[t], *_weight_bytes(chain.readouts[str(t + 1)])))
     how = "counted operations" if flops_per_second is not None else f"measured on {inputs.device.type}"
     return Measurements(len(inputs), tuple(blocks), tuple(readouts), per_byte, multiple, how)
 
@@ -107,27 +113,39 @@ def _count_bytes(chain: Chain, inputs: Tensor, labels: Tensor) -> tuple[list[int
     return saved, shared, read, states
 
 
-def _time_block(block: nn.Module, state: Tensor, *, is_first: bool, clock: Clock) -> tuple[float, float, float]:
-    forward = clock(lambda: HeldBlock.run(block, state))
-    held = HeldBlock.run(block, state)
-    adjoint = torch.ones_like(held.output)
-    if is_first:
-        return forward, 0.0, clock(lambda: held.pull_back(adjoint, weights=True, to_input=False))
-    input_grad = clock(lambda: held.pull_back(adjoint, weights=False, to_input=True))
-    both = clock(lambda: held.pull_back(adjoint, weights=True, to_input=True))
-    return forward, input_grad, max(0.0, both - input_grad)
+def _time_round(
+    chain: Chain, states: list[Tensor], labels: Tensor, clock: Clock, advance: Callable[[], None]
+) -> list[tuple[float, float, float, float]]:
+    """Per block: forward, reading its loss, input gradient, whole backward.
+
+    Blocks follow one another as in training, so that caches are as cold as they will be, and gradients add up.
+    """
+    held: list[HeldBlock] = []
+    forward, reading, input_grad, whole = [], [], [0.0] * chain.num_blocks, [0.0] * chain.num_blocks
+    for t, block in enumerate(chain.blocks):
+        forward.append(clock(lambda t=t, block=block: held.append(HeldBlock.run(block, states[t]))))  # type: ignore[misc]
+        reading.append(clock(lambda t=t: _read(chain, t + 1, states[t + 1], labels)))  # type: ignore[misc]
+    adjoints = [torch.ones_like(one.output) for one in held]
+    for t in reversed(range(1, chain.num_blocks)):
+        one, adjoint = held[t], adjoints[t]
+        input_grad[t] = clock(lambda one=one, adjoint=adjoint: one.pull_back(adjoint, weights=False, to_input=True))  # type: ignore[misc]
+    for t in reversed(range(chain.num_blocks)):
+        sources = [p for p in chain.blocks[t].parameters() if p.requires_grad] + ([held[t].input] if t else [])
+        if sources:
+            one, adjoint = held.pop(), adjoints.pop()
+            whole[t] = clock(
+                lambda one=one, adjoint=adjoint, sources=sources: torch.autograd.backward(  # type: ignore[misc]
+                    one.output, adjoint, inputs=sources
+                )
+            )
+        advance()
+    return list(zip(forward, reading, input_grad, whole, strict=True))
 
 
-def _time_readout(chain: Chain, boundary: int, state: Tensor, labels: Tensor, clock: Clock) -> float:
+def _read(chain: Chain, boundary: int, state: Tensor, labels: Tensor) -> None:
     weights = [p for p in chain.readouts[str(boundary)].parameters() if p.requires_grad]
-
-    def read() -> None:
-        leaf = state.detach().requires_grad_()
-        torch.autograd.backward(chain.loss_at(boundary, leaf, labels), inputs=[leaf, *weights])
-        for weight in weights:
-            weight.grad = None
-
-    return clock(read)
+    leaf = state.detach().requires_grad_()
+    torch.autograd.backward(chain.loss_at(boundary, leaf, labels), inputs=[leaf, *weights])
 
 
 def _time_update(chain: Chain, factory: OptimizerFactory, clock: Clock, *, is_fake: bool) -> tuple[float, float]:
@@ -144,7 +162,7 @@ def _time_update(chain: Chain, factory: OptimizerFactory, clock: Clock, *, is_fa
     optimizer.step()
     state = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
     multiple = sum(value.nbytes for value in state) / size
-    return (0.0 if is_fake else clock(optimizer.step) / size), multiple
+    return (0.0 if is_fake else min(clock(optimizer.step) for _ in range(3)) / size), multiple
 
 
 def _weight_bytes(module: nn.Module) -> tuple[int, int]:
@@ -154,22 +172,17 @@ def _weight_bytes(module: nn.Module) -> tuple[int, int]:
     return trained, frozen + sum(buffer.nbytes for buffer in module.buffers())
 
 
-def _timer(device: torch.device, repeats: int) -> Clock:
-    """The median of several runs after one to warm up."""
-
+def _timer(device: torch.device) -> Clock:
     def wait() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
     def seconds(function: Callable[[], object]) -> float:
-        taken = []
-        for _ in range(repeats + 1):
-            wait()
-            start = time.perf_counter()
-            function()
-            wait()
-            taken.append(time.perf_counter() - start)
-        return statistics.median(taken[1:])
+        wait()
+        start = time.perf_counter()
+        function()
+        wait()
+        return time.perf_counter() - start
 
     return seconds
 

@@ -16,18 +16,20 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from mpc_dist.data import Batch, Batches
 from mpc_dist.models import BlockModel, Chain, build_chain
-from mpc_dist.planner.measurements import Measurements, load_measurements, save_measurements
+from mpc_dist.planner.measurements import Measurements, load_measurements, save_measurements, slowest
 from mpc_dist.planner.objective import NEEDS_TIME
 from mpc_dist.planner.plan import Plan
 from mpc_dist.planner.search import Planner, Request, make_plan
 from mpc_dist.planner.select import Selection, choose_horizons, select_horizon
 from mpc_dist.profile import AngleProfile, measure_angles, measure_memory
 from mpc_dist.profile.blocks import measure_blocks, without_allocating
+from mpc_dist.runtime.local import run_local_ranks
 from mpc_dist.task import Task
 from mpc_dist.training.config import Config
 from mpc_dist.training.optimizer import build_optimizer
@@ -36,6 +38,7 @@ from mpc_dist.windows import Windows, shrink, sliding
 
 DEFAULT_PROBE_BLOCKS = 12
 SIMULATED_HORIZONS = 9
+PROFILE_TIMEOUT = 900.0
 PROBE_WIDTH = 64
 
 
@@ -49,6 +52,8 @@ class Probe:
     """Batches for the angle."""
     repeats: int = 5
     """Runs of which each time is the median."""
+    processes: int = 1
+    """Processes that measure times at once: ranks of one host share its memory and caches."""
     profiles: Path = Path("runs/profiles")
     """Where measured profiles are kept."""
     fake_tflops: float | None = None
@@ -59,6 +64,7 @@ class Probe:
     def __post_init__(self) -> None:
         check_whole("number of batches:", self.num_batches, minimum=1)
         check_whole("repeats:", self.repeats, minimum=1)
+        check_whole("number of measuring processes:", self.processes, minimum=1)
         if self.fake_tflops is not None:
             check_real("tflops", self.fake_tflops, minimum=1e-6)
 
@@ -248,15 +254,34 @@ def _measurements(config: Config, task: Task, sample: Batch, probe: Probe, repor
         "optimizer": config.as_dict()["optimizer"],
         "fake_tflops": probe.fake_tflops,
         "threads": torch.get_num_threads(),
+        "processes": probe.processes,
         "torch": torch.__version__,
     }
     path = probe.profiles / f"blocks-{_digest(key)}.json"
     known = load_measurements(path, key)
     if known is not None:
         return known
+    if probe.processes > 1 and probe.fake_tflops is None:
+        by_rank = run_local_ranks(_measure_on_rank, probe.processes, config, probe, timeout=PROFILE_TIMEOUT)
+        found = {m: slowest(tuple(one[m] for one in by_rank)) for m in by_rank[0]}
+    else:
+        found = _measure_counts(config, task, sample, probe, report)
+    save_measurements(path, found, key)
+    return found
+
+
+def _measure_on_rank(_rank: int, config: Config, probe: Probe) -> dict[int, Measurements]:
+    data = config.data.load()
+    batches = Batches(data.train, batch_size=config.batch_size, seed=config.seed)
+    sample = place(next(batches), config)
+    dist.barrier()  # all at once, as the ranks will run
+    return _measure_counts(config, data.task, sample, probe, lambda _what, _done, _total: None)
+
+
+def _measure_counts(config: Config, task: Task, sample: Batch, probe: Probe, report: Report) -> dict[int, Measurements]:
     counts = microbatch_counts(config)
     timed = counts if probe.fake_tflops is None else counts[:1]
-    total = len(timed) * config.model.num_blocks
+    total = len(timed) * config.model.num_blocks * (probe.repeats + 1 if probe.fake_tflops is None else 1)
     done = iter(range(1, total + 1))
     found = {}
     with _chain_to_measure(config, task, probe) as chain:
@@ -273,7 +298,6 @@ def _measurements(config: Config, task: Task, sample: Batch, probe: Probe, repor
             )
     for m in counts[len(timed) :]:
         found[m] = found[1].cut_into(m)
-    save_measurements(path, found, key)
     return found
 
 

@@ -10,7 +10,7 @@ from mpc_dist.data import Batches, Cifar10Data, LinearData, TrigonometricData
 from mpc_dist.models import ResLinear, ResMLP, ResNetCifar
 from mpc_dist.planner.cost import CostFunction, LadderCost, LinearCost
 from mpc_dist.planner.objective import LeastCost, Objective, Trade
-from mpc_dist.planner.select import choose_horizons, select_horizon
+from mpc_dist.planner.select import refine_horizon, select_horizon
 from mpc_dist.profile import measure_angles, measure_memory
 from mpc_dist.readout import ReadoutConfig
 from mpc_dist.training.config import Config
@@ -52,6 +52,10 @@ class Curves:
     memory: dict[int, float]
     cosines: dict[int, float]
 
+    def at(self, horizon: int) -> tuple[float, float]:
+        """Both at one horizon."""
+        return self.memory[horizon], self.cosines[horizon]
+
 
 def bench_regret(cifar_folder: str, *, on_progress: Callable[[], None] = lambda: None) -> list[Row]:
     """A row per model, cost and objective."""
@@ -60,25 +64,19 @@ def bench_regret(cifar_folder: str, *, on_progress: Callable[[], None] = lambda:
         curves = measure_curves(config)
         on_progress()
         num_blocks = config.model.num_blocks
-        few = choose_horizons(num_blocks)
         top = max(curves.memory.values())
         for cost_name, build_cost in COSTS.items():
             for objective_name, objective in OBJECTIVES.items():
                 cost = build_cost(top)
                 exact = select_horizon(num_blocks, curves.memory, curves.cosines, cost=cost, objective=objective)
-                found = select_horizon(
-                    num_blocks,
-                    {h: curves.memory[h] for h in few},
-                    {h: curves.cosines[h] for h in few},
-                    cost=cost,
-                    objective=objective,
-                )
+                found, *_ = refine_horizon(num_blocks, curves.at, cost=cost, objective=objective)
                 best, value = exact.values[exact.horizon - 1], exact.values[found.horizon - 1]
                 extra: dict[str, Any] = {
                     "model": name,
                     "cost": cost_name,
                     "objective": objective_name,
                     "h* of six": found.horizon,
+                    "measured": ",".join(map(str, found.measured)),
                     "h* of all": exact.horizon,
                     "value": value,
                     "best": best,

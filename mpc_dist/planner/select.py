@@ -1,11 +1,12 @@
 """Algorithm 1 of the paper: from a few measured horizons to h*.
 
 Measure M(h) and cos(theta_h) on a small subset H of horizons; fit M by a line and cos by a cubic; r^(h) = cos^2; take
-the h that minimises an objective of (r^, C(M^)) over all h, by brute force.
+the h that minimises an objective of (r^, C(M^)) over all h, by brute force. Where a fit misses a measured point, it is
+bent through it.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +17,8 @@ from mpc_dist.planner.objective import Choice, Objective, find_best
 from mpc_dist.validation import check_whole
 
 MOST_HORIZONS = 6
+SPREAD_HORIZONS = 4
+"""Of these, how many are chosen before anything is known."""
 GOOD_FIT = 0.99
 """R^2 below which a fit is called poor."""
 LARGE_RESIDUAL = 0.02
@@ -117,8 +120,8 @@ def select_horizon(
         raise ValueError(f"horizons {sorted(set(memory) - set(every))} are outside 1..{num_blocks}")
     memory_fit, cosine_fit = fit_polynomial(memory, 1), fit_polynomial(cosines, 3)
     is_exact = set(memory) == set(every)
-    bytes_held = np.array([memory[h] for h in every]) if is_exact else np.maximum(memory_fit.at(every), 0.0)
-    fitted = np.array([cosines[h] for h in every]) if is_exact else cosine_fit.at(every)
+    bytes_held = np.maximum(_estimate(memory_fit, memory, every), 0.0)
+    fitted = _estimate(cosine_fit, cosines, every)
     qualities = np.clip(fitted, 0.0, 1.0) ** 2
     choices = tuple(
         Choice(
@@ -134,6 +137,46 @@ def select_horizon(
     warnings = () if is_exact else _doubts(memory_fit, cosine_fit, fitted)
     values = tuple(objective(choice) for choice in choices)
     return Selection(best + 1, tuple(sorted(memory)), memory_fit, cosine_fit, choices, values, warnings)
+
+
+def refine_horizon(
+    num_blocks: int,
+    measure: Callable[[int], tuple[float, float]],
+    *,
+    cost: CostFunction,
+    objective: Objective,
+    step_seconds: Mapping[int, float] | None = None,
+    exact: bool = False,
+) -> tuple[Selection, dict[int, float], dict[int, float]]:
+    """Algorithm 1 with its horizons chosen as it goes: a few spread out, then each h* that it finds, until one stands.
+
+    `measure(h)` gives M(h) and cos(theta_h); at most six are measured, or all if `exact`. Also returns what was measured.
+    """
+    memory: dict[int, float] = {}
+    cosines: dict[int, float] = {}
+    wanted = list(range(1, num_blocks + 1) if exact else choose_horizons(num_blocks, SPREAD_HORIZONS))
+    while True:
+        for horizon in wanted:
+            memory[horizon], cosines[horizon] = measure(horizon)
+        ordered = sorted(memory)
+        selection = select_horizon(
+            num_blocks,
+            {h: memory[h] for h in ordered},
+            {h: cosines[h] for h in ordered},
+            cost=cost,
+            objective=objective,
+            step_seconds=step_seconds,
+        )
+        if selection.horizon in memory or len(memory) >= MOST_HORIZONS:
+            return selection, {h: memory[h] for h in ordered}, {h: cosines[h] for h in ordered}
+        wanted = [selection.horizon]
+
+
+def _estimate(fit: Fit, points: Mapping[int, float], every: Sequence[int]) -> NDArray[np.float64]:
+    """The fit, bent so that it passes through what was measured."""
+    known = sorted(points)
+    residuals = np.array([points[h] for h in known]) - fit.at(known)
+    return fit.at(every) + np.interp(every, known, residuals)
 
 
 def _doubts(memory_fit: Fit, cosine_fit: Fit, fitted: NDArray[np.float64]) -> tuple[str, ...]:

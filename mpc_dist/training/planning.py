@@ -26,7 +26,7 @@ from mpc_dist.planner.measurements import Measurements, load_measurements, save_
 from mpc_dist.planner.objective import NEEDS_TIME
 from mpc_dist.planner.plan import Plan
 from mpc_dist.planner.search import Planner, Request, make_plan
-from mpc_dist.planner.select import Selection, choose_horizons, select_horizon
+from mpc_dist.planner.select import Selection, choose_horizons, refine_horizon
 from mpc_dist.profile import AngleProfile, measure_angles, measure_memory
 from mpc_dist.profile.blocks import measure_blocks, without_allocating
 from mpc_dist.runtime.local import run_local_ranks
@@ -101,20 +101,22 @@ def plan_for(
         angle_note, cosine = _probed_angles(config, data.task, samples, probe, report)
     num_blocks = config.model.num_blocks
     measurements = _measurements(config, data.task, samples[0], probe, report)
-    horizons = tuple(range(1, num_blocks + 1)) if probe.exact else choose_horizons(num_blocks)
-    memory = _memory(chain, samples[0], horizons, measurements[1], report)
-    cosines = {h: cosine(sliding(num_blocks, h)) for h in horizons}
     planner = Planner(measurements, cosine, request)
     seconds = None
     if request.objective in NEEDS_TIME or "." in request.objective:
         seconds = _step_seconds(planner, num_blocks, exact=probe.exact)
-    selection = select_horizon(
+
+    def measure(horizon: int) -> tuple[float, float]:
+        memory = _memory(chain, samples[0], horizon, measurements[1])
+        return memory, cosine(sliding(num_blocks, horizon))
+
+    selection, memory, cosines = refine_horizon(
         num_blocks,
-        memory,
-        cosines,
+        measure,
         cost=request.build_cost(),
         objective=request.build_objective(),
         step_seconds=seconds,
+        exact=probe.exact,
     )
     num_settings = len(planner.settings(selection.horizon))
     count = iter(range(1, num_settings + 1))
@@ -322,27 +324,16 @@ def _as_the_chain(part: Tensor, chain: Chain) -> Tensor:
     return weight.fake_mode.from_tensor(part) if isinstance(weight, FakeTensor) else part
 
 
-def _memory(
-    chain: Chain | None, sample: Batch, horizons: tuple[int, ...], measurements: Measurements, report: Report
-) -> dict[int, float]:
+def _memory(chain: Chain | None, sample: Batch, horizon: int, measurements: Measurements) -> float:
     """M(h): weights, gradients, optimizer state, and what the eager sweep holds of a whole batch.
 
     Without a chain to sweep it follows from the bytes of the blocks.
     """
-    if chain is None:
-        held = {h: measurements.sweep_bytes(h) for h in horizons}
-    else:
-        done = iter(range(1, len(horizons) + 1))
-        held = dict(
-            measure_memory(
-                chain,
-                *sample,
-                horizons=horizons,
-                advance=lambda: report("memory of horizons", next(done), len(horizons)),
-            )
-        )
     every = range(measurements.num_blocks)
-    return {h: held[h] + measurements.weight_bytes(every, sliding(len(every), h).readouts) for h in horizons}
+    weights = measurements.weight_bytes(every, sliding(len(every), horizon).readouts)
+    if chain is None:
+        return weights + measurements.sweep_bytes(horizon)
+    return weights + measure_memory(chain, *sample, horizons=[horizon])[horizon]
 
 
 def _angle_key(config: Config, probe: Probe) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mpc_dist.planner.cost import LadderCost, LinearCost, UserFunction, build_cost
 from mpc_dist.planner.objective import Choice, LargestHorizon, LeastCost, Trade, build_objective, find_best
-from mpc_dist.planner.select import choose_horizons, fit_polynomial, select_horizon
+from mpc_dist.planner.select import choose_horizons, fit_polynomial, refine_horizon, select_horizon
 
 
 def curves(T: int, slope: float, intercept: float, cubic: tuple[float, float, float]):
@@ -47,6 +47,9 @@ def test_at_most_six_horizons_give_the_brute_force_optimum(T, slope, intercept, 
     assert exact[found.horizon] == pytest.approx(min(exact.values()), rel=1e-7, abs=1e-9)
     assert found.memory_fit.r_squared == pytest.approx(1)
     assert not found.warnings
+    refined, measured, _ = refine_horizon(T, lambda h: (memory[h], cosines[h]), cost=priced, objective=objective)
+    assert len(measured) <= 6
+    assert exact[refined.horizon] == pytest.approx(min(exact.values()), rel=1e-7, abs=1e-9)
 
 
 @given(T=st.integers(5, 400), k=st.floats(0.1, 1.0), share=st.floats(0.01, 0.9))
@@ -86,6 +89,24 @@ def test_a_poor_fit_is_said_and_clamped():
         objective=LeastCost(0.1),
     )
     assert (exact.horizon, exact.warnings) == (12, ())
+
+
+def test_horizons_are_measured_where_they_matter():
+    """A step that no cubic follows: the answer is measured before it is given."""
+    T = 40
+    asked = []
+
+    def measure(h: int) -> tuple[float, float]:
+        asked.append(h)
+        return float(h), 0.3 if h < 30 else 0.99
+
+    found, memory, cosines = refine_horizon(T, measure, cost=LinearCost(T), objective=LeastCost(0.1))
+    assert asked[:4] == [1, 11, 30, 40]
+    assert found.horizon in memory
+    assert cosines[found.horizon] == 0.99
+    assert len(asked) == len(set(asked)) <= 6
+    exact, memory, _ = refine_horizon(T, measure, cost=LinearCost(T), objective=LeastCost(0.1), exact=True)
+    assert (exact.horizon, len(memory)) == (30, T)
 
 
 def test_costs_and_the_ladder_counts_whole_gpus():

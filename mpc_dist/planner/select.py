@@ -150,7 +150,7 @@ def refine_horizon(
 ) -> tuple[Selection, dict[int, float], dict[int, float]]:
     """Algorithm 1 with its horizons chosen as it goes: a few spread out, then each h* that it finds, until one stands.
 
-    `measure(h)` gives M(h) and cos(theta_h); at most six are measured, or all if `exact`. Also returns what was measured.
+    `measure(h)` gives M(h) and cos(theta_h); at most six are measured, or all if `exact`. Also returns what it gave.
     """
     memory: dict[int, float] = {}
     cosines: dict[int, float] = {}

@@ -21,7 +21,9 @@ from mpc_dist.training.planning import Planned, Report, build_whole_chain, place
 from mpc_dist.validation import check_whole
 from mpc_dist.windows import Windows, backprop
 
-MOST_FINALISTS = 6
+BEST_FINALISTS = 3
+SHORT = 2
+MOST_SAID = 5
 SMALL_DIFFERENCE = 0.02
 """Qualities that differ by less are not said to disagree."""
 
@@ -72,18 +74,19 @@ def choose_finalists(candidates: tuple[Candidate, ...]) -> list[Candidate]:
     for one in candidates:
         distinct.setdefault(windows_of(one), one)
     ranked = list(distinct.values())
-    chosen = ranked[:MOST_FINALISTS]
+    chosen = ranked[:BEST_FINALISTS]
     kinds = {_kind(one) for one in chosen}
-    for one in ranked[MOST_FINALISTS:]:
+    for one in ranked[BEST_FINALISTS:]:
         if _kind(one) not in kinds:
             chosen.append(one)
             kinds.add(_kind(one))
     return chosen
 
 
-def _kind(candidate: Candidate) -> str:
-    is_local = candidate.shape.windows == "sliding" and candidate.shape.size == 1
-    return "local" if is_local else candidate.shape.windows
+def _kind(candidate: Candidate) -> tuple[str, int | None]:
+    """Short windows are kinds of their own: their gradients differ most from back-propagation's."""
+    size = candidate.shape.size
+    return candidate.shape.windows, size if size is not None and size <= SHORT else None
 
 
 def windows_of(candidate: Candidate) -> Windows:
@@ -140,18 +143,19 @@ def evaluate(chain: Chain, batches: list[Batch]) -> float:
 
 
 def find_disagreements(tried: list[Candidate]) -> list[str]:
-    """Pairs that the angle ranks one way and the trial the other."""
+    """Pairs that the angle ranks one way and the trial the other, those that differ most first."""
     distinct = list({windows_of(one): one for one in reversed(tried)}.values())
-    said = []
+    said: list[tuple[float, str]] = []
     for one, other in itertools.permutations(distinct, 2):
         assert one.trial_quality is not None
         assert other.trial_quality is not None
         closer = one.quality - other.quality
         learnt = one.trial_quality - other.trial_quality
         if closer > SMALL_DIFFERENCE and learnt < -SMALL_DIFFERENCE:
-            said.append(
+            words = (
                 f"angle and trial disagree: {one.shape} has the closer gradient (r^ {one.quality:.3f} against "
                 f"{other.quality:.3f}) but {other.shape} learnt more (r {other.trial_quality:.3f} against "
                 f"{one.trial_quality:.3f})"
             )
-    return said
+            said.append((learnt, words))
+    return [words for _, words in sorted(said)[:MOST_SAID]]

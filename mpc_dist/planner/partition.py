@@ -57,6 +57,20 @@ class StagePricer:
 
     def __call__(self, stage: int) -> Matrix:
         """[i, j]: seconds per step of blocks i..j-1 on this stage; infinity beyond the memory."""
+        # Most stages are alike: a thousand blocks make large matrices.
+        alike = self.in_flight[stage], self._relays[stage] if self.is_over_stages else 0, self._is_read(stage)
+        if alike not in self._matrices:
+            self._matrices[alike] = self._price(stage)
+        return self._matrices[alike]
+
+    @cached_property
+    def _matrices(self) -> dict[tuple[int, int, bool], Matrix]:
+        return {}
+
+    def _is_read(self, stage: int) -> bool:
+        return self.is_over_stages and stage + 1 in self.windows.readouts
+
+    def _price(self, stage: int) -> Matrix:
         seconds = self.num_microbatches * self._seconds(stage) + self._span(
             [self.measurements.update_seconds([t]) for t in range(self.measurements.num_blocks)]
         )
@@ -102,7 +116,7 @@ class StagePricer:
     def _readouts(self, stage: int, per_boundary: Sequence[float]) -> Matrix:
         """[i, j]: the sum over the readouts that blocks i..j-1 end in."""
         if self.is_over_stages:
-            at_end = np.array([0.0, *per_boundary]) if stage + 1 in self.windows.readouts else 0.0
+            at_end = np.array([0.0, *per_boundary]) if self._is_read(stage) else 0.0
             return np.zeros((len(per_boundary) + 1,) * 2) + at_end
         read = set(self.windows.readouts)
         return self._span([value if s in read else 0.0 for s, value in enumerate(per_boundary, start=1)])

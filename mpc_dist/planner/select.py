@@ -17,7 +17,7 @@ from mpc_dist.planner.objective import Choice, Objective, find_best
 from mpc_dist.validation import check_whole
 
 MOST_HORIZONS = 6
-SPREAD_HORIZONS = 4
+SPREAD_HORIZONS = 5
 """Of these, how many are chosen before anything is known."""
 GOOD_FIT = 0.99
 """R^2 below which a fit is called poor."""
@@ -148,7 +148,7 @@ def refine_horizon(
     step_seconds: Mapping[int, float] | None = None,
     exact: bool = False,
 ) -> tuple[Selection, dict[int, float], dict[int, float]]:
-    """Algorithm 1 with its horizons chosen as it goes: a few spread out, then each h* that it finds, until one stands.
+    """Algorithm 1 with its horizons chosen as it goes: a few spread out, then the h* that it finds and its neighbours.
 
     `measure(h)` gives M(h) and cos(theta_h); at most six are measured, or all if `exact`. Also returns what it gave.
     """
@@ -167,9 +167,11 @@ def refine_horizon(
             objective=objective,
             step_seconds=step_seconds,
         )
-        if selection.horizon in memory or len(memory) >= MOST_HORIZONS:
+        # The answer itself first; if it stands, its neighbours: the one below costs less.
+        near = (selection.horizon, selection.horizon - 1, selection.horizon + 1)
+        wanted = [h for h in near if 1 <= h <= num_blocks and h not in memory][:1]
+        if not wanted or len(memory) >= MOST_HORIZONS:
             return selection, {h: memory[h] for h in ordered}, {h: cosines[h] for h in ordered}
-        wanted = [selection.horizon]
 
 
 def _estimate(fit: Fit, points: Mapping[int, float], every: Sequence[int]) -> NDArray[np.float64]:

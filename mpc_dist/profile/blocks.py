@@ -149,20 +149,23 @@ def _read(chain: Chain, boundary: int, state: Tensor, labels: Tensor) -> None:
 
 
 def _time_update(chain: Chain, factory: OptimizerFactory, clock: Clock, *, is_fake: bool) -> tuple[float, float]:
-    """Seconds and bytes of optimizer state per byte of trained weights, on a copy of the largest block."""
-    largest = max(chain.blocks, key=lambda block: _weight_bytes(block)[0])
-    copies = [nn.Parameter(torch.empty_like(p)) for p in largest.parameters() if p.requires_grad]
-    if not copies:
-        return 0.0, 0.0
-    for parameter in copies:
-        nn.init.zeros_(parameter)
-        parameter.grad = torch.zeros_like(parameter)
-    size = sum(parameter.nbytes for parameter in copies)
-    optimizer = factory(copies)
-    optimizer.step()
-    state = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
-    multiple = sum(value.nbytes for value in state) / size
-    return (0.0 if is_fake else min(clock(optimizer.step) for _ in range(3)) / size), multiple
+    """Seconds and bytes of optimizer state per byte of trained weights: on copies, the most of any block or readout."""
+    per_byte, multiple = 0.0, 0.0
+    largest = max(_weight_bytes(block)[0] for block in chain.blocks)
+    for module in (*chain.blocks, *chain.readouts.values()):
+        copies = [nn.Parameter(torch.zeros_like(p)) for p in module.parameters() if p.requires_grad]
+        size = sum(parameter.nbytes for parameter in copies)
+        if not size:
+            continue
+        for parameter in copies:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer = factory(copies)
+        optimizer.step()
+        values = [value for state in optimizer.state.values() for value in state.values()]
+        multiple = max(multiple, sum(value.nbytes for value in values if isinstance(value, Tensor)) / size)
+        if size == largest and not per_byte and not is_fake:
+            per_byte = min(clock(optimizer.step) for _ in range(3)) / size
+    return per_byte, multiple
 
 
 def _weight_bytes(module: nn.Module) -> tuple[int, int]:

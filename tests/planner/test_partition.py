@@ -1,7 +1,6 @@
 """The partition is the best there is, by brute force."""
 
 import itertools
-import time
 
 import numpy as np
 import pytest
@@ -89,12 +88,9 @@ def test_a_stages_price_is_what_its_program_costs(sizes, kind, over_stages, M):
 def test_a_thousand_blocks_onto_64_stages():
     found = measured(list(np.random.default_rng(0).uniform(1, 2, 1000)))
     pricer = StagePricer(found, sliding(64, 2), True, 8, (3,) * 64)
-    start = time.perf_counter()
     sizes = partition_blocks(1000, 64, pricer)
-    seconds = time.perf_counter() - start
     assert sizes is not None
     assert (sum(sizes), len(sizes)) == (1000, 64)
-    print(f"1,000 blocks onto 64 stages: {seconds:.2f} s")  # noqa: T201
 
 
 def test_layouts_by_hand():

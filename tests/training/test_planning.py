@@ -2,22 +2,29 @@
 
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from mpc_dist.cli import main
 from mpc_dist.commands.plan import parse_bytes
-from mpc_dist.data import TextData
+from mpc_dist.data import Batches, TextData
 from mpc_dist.models import GPT
 from mpc_dist.planner.plan import Plan
 from mpc_dist.planner.search import Request
+from mpc_dist.profile import SavedBytes
+from mpc_dist.runtime.in_process import InProcessPipeline
+from mpc_dist.runtime.stage import StageOptions
+from mpc_dist.schedule import build_schedule, lay_out
 from mpc_dist.training.config import Config
 from mpc_dist.training.metrics import read_metrics
-from mpc_dist.training.planning import Probe, apply_plan, plan_for
+from mpc_dist.training.optimizer import build_optimizer
+from mpc_dist.training.planning import Probe, apply_plan, build_whole_chain, plan_for
 from mpc_dist.training.sections import OptimizerConfig
 from mpc_dist.training.trial import choose_finalists, find_disagreements, relative_rate, run_trials, windows_of
 from mpc_dist.windows import backprop
@@ -130,6 +137,55 @@ def test_sizes_are_read():
     assert parse_bytes("500 MB") == 5e8
     assert parse_bytes("1e9") == 1e9
     assert parse_bytes("2g") == 2e9
+
+
+def measured_bytes(config: Config, plan: Plan) -> list[int]:
+    """What each rank of the planned pipeline holds at most, counted while it runs in one process."""
+    planned = apply_plan(config, plan)
+    layout = lay_out(planned.horizon.build(planned.partition), planned.partition)
+    M = planned.parallel.microbatches
+    schedule = build_schedule(
+        layout, M, split=planned.parallel.split, cap=planned.parallel.cap, costs=plan.build_costs()
+    )
+    data = config.data.load()
+    chain = build_whole_chain(config, data.task)
+    inputs, labels = next(Batches(data.train, batch_size=config.batch_size, seed=0))
+    pipeline = InProcessPipeline(
+        chain,
+        layout,
+        schedule,
+        optimizer=partial(build_optimizer, config.optimizer),
+        options=StageOptions(checkpoint=planned.training.checkpoint),
+    )
+    meters = [SavedBytes([*chain.parameters(), *chain.buffers(), inputs, labels]) for _ in pipeline.stages]
+    pipeline.step(inputs, labels, contexts=meters)
+    sizes = []
+    for stage, meter in zip(pipeline.stages, meters, strict=True):
+        state = [value for values in stage.optimizer.state.values() for value in values.values()]
+        weights = sum(2 * parameter.nbytes for parameter in stage.parameters) + sum(value.nbytes for value in state)
+        sizes.append(meter.peak + weights)
+    return sizes
+
+
+def test_every_rank_keeps_within_the_memory_that_was_planned_for(tmp_path: Path):
+    probe = Probe(num_batches=1, repeats=1, profiles=tmp_path)
+    top = max(plan_for(CONFIG, Request(gpu_memory=1e9), probe).memory.values())
+    seen = set()
+    for tenths in (2, 3, 4, 5, 7, 10, 15, 20):
+        M0 = top * tenths / 10
+        for objective in ("O1", "time"):
+            try:
+                found = plan_for(CONFIG, Request(M0, max_gpus=4, objective=objective, epsilon=0.5), probe)
+            except ValueError as error:
+                assert tenths < 5, error  # noqa: PT017
+                continue
+            plan = found.plan
+            assert plan.ladder_gpus == math.ceil(found.selection.choice.memory / M0 - 1e-9)
+            assert plan.realised_gpus is None or plan.realised_gpus >= plan.ladder_gpus
+            if not plan.chosen.checkpoint:  # what is computed again is not counted by the meter
+                assert max(measured_bytes(CONFIG, plan)) <= M0
+                seen.add(plan.chosen.num_gpus)
+    assert len(seen) > 1
 
 
 def test_trials_rank_the_finalists_by_what_they_learnt(tmp_path: Path):

@@ -74,6 +74,7 @@ def run_schedule(options: argparse.Namespace, console: Console) -> list[Row]:
         repeats=options.repeats,
         repeat_seconds=options.seconds,
         latency=options.latency,
+        plain_sleep=options.plain_sleep,
     )
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("measuring", total=len(list_systems(setting)) * setting.repeats)
@@ -202,6 +203,9 @@ def build_parser() -> argparse.ArgumentParser:
     schedule.add_argument("--repeats", type=int, default=3, help="rounds in which the systems alternate")
     schedule.add_argument("--seconds", type=float, default=2.0, help="about how long a system runs in each round")
     schedule.add_argument("--latency", type=float, default=0.0005, help="seconds per message to build the order for")
+    schedule.add_argument(
+        "--plain-sleep", action="store_true", help="do not take off what this machine oversleeps (ours and peers alike)"
+    )
     schedule.add_argument("--no-peers", action="store_true", help="leave out torch's schedules")
 
     compute = add("compute", run_compute)

@@ -48,6 +48,8 @@ class Setting:
     """About how long each system runs in each repeat."""
     latency: float
     """What the order of actions is built for, in seconds per message."""
+    plain_sleep: bool = False
+    """Whether blocks sleep as long as asked, or less by what this machine oversleeps."""
 
 
 OURS = "mpc_dist"
@@ -77,7 +79,7 @@ class System:
 
 def bench_schedule(setting: Setting, on_progress: Callable[[], None] = lambda: None) -> list[Row]:
     """Rows of every system, ours with the simulator's prediction."""
-    overshoot = measure_overshoot()
+    overshoot = 0.0 if setting.plain_sleep else measure_overshoot()
     times: dict[System, list[float]] = {}
     in_flight: dict[System, int] = {}
     # Systems alternate, each time in new processes: what one leaves behind must not slow the next.

@@ -9,7 +9,7 @@ money          GPUs * price * step_time / r         money to quality
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from mpc_dist.planner.cost import UserFunction
 from mpc_dist.validation import check_real
@@ -155,8 +155,3 @@ def _nearest(choices: Sequence[Choice], objective: Objective) -> str:
 
 def _per_quality(amount: float, quality: float) -> float:
     return amount / quality if quality > 0 else math.inf
-
-
-def with_quality(choice: Choice, quality: float) -> Choice:
-    """The choice as another measure of its quality sees it."""
-    return replace(choice, quality=quality)

@@ -31,7 +31,7 @@ def main() -> int:
             Console(stderr=True).print(f"train.py: error: {error}", highlight=False, markup=False, soft_wrap=True)
         return EXIT_BAD_INPUT
     last = scores.get(config.model.num_blocks)
-    if last is not None and launch.rank % config.parallel.replicas == 0:
+    if last is not None and launch.rank % config.data_parallel.degree == 0:
         accuracy = "" if last.accuracy is None else f", accuracy {last.accuracy:.2%}"
         Console().print(f"test loss {last.loss:.4f}{accuracy} after {config.training.steps} steps", highlight=False)
     return 0

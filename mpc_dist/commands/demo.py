@@ -62,7 +62,7 @@ def run(argv: Sequence[str]) -> None:
 
 
 def _train(config: Config) -> Outcome:
-    num_ranks = config.parallel.stages * config.parallel.replicas
+    num_ranks = config.num_ranks
     run_local_ranks(_train_rank, num_ranks, config, timeout=600.0)
     folder = Path(config.training.folder)
     lines = [read_metrics(folder, rank) for rank in range(num_ranks)]
@@ -87,7 +87,7 @@ def _train(config: Config) -> Outcome:
 
 
 def _train_rank(rank: int, config: Config) -> None:
-    train(config, Launch(rank, config.parallel.stages * config.parallel.replicas, rank), is_quiet=True)
+    train(config, Launch(rank, config.num_ranks, rank), is_quiet=True)
 
 
 def _periods(steps: list[dict[str, Any]]) -> list[float]:

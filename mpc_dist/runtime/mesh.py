@@ -64,7 +64,7 @@ def check_world(launch: Launch, *, num_stages: int, num_replicas: int) -> None:
     if launch.world_size != needed:
         raise ValueError(
             f"{launch.world_size} processes were started, but {num_stages} stages x {num_replicas} replicas need "
-            f"{needed}; start {needed} (torchrun --nproc-per-node), or set parallel.stages and parallel.replicas so"
+            f"{needed}; start {needed} (torchrun --nproc-per-node), or set parallel.stages and data_parallel.degree so"
         )
 
 

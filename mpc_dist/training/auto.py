@@ -24,12 +24,13 @@ def train_as_planned(config: Config, launch: Launch, plan_file: Path | None = No
     else:
         return config, train(config, launch)
     planned = apply_plan(config, plan)
-    needed = planned.parallel.stages * planned.parallel.replicas
-    if launch.world_size != needed:
+    if launch.world_size != planned.num_ranks:
         raise ValueError(
-            f"the plan is for {planned.parallel.stages} stages x {planned.parallel.replicas} replicas, but "
-            f"{launch.world_size} processes were started; start {needed} (torchrun --nproc-per-node)"
+            f"the plan is for {planned.parallel.stages} stages x {planned.data_parallel.degree} replicas, but "
+            f"{launch.world_size} processes were started; start {planned.num_ranks} (torchrun --nproc-per-node)"
         )
+    if launch.rank == 0:
+        plan.write(Path(config.training.folder) / "plan.yaml")
     return planned, train(planned, launch, costs=plan.build_costs())
 
 
@@ -47,9 +48,6 @@ def _plan_at_start(config: Config, launch: Launch) -> Plan:
         dist.broadcast_object_list(answer, src=0)
     if not isinstance(answer[0], Plan):
         raise ValueError(f"horizon auto: {answer[0]}")
-    folder = Path(config.training.folder)
-    if launch.rank == 0:
-        answer[0].write(folder / "plan.yaml")
     return answer[0]
 
 

@@ -5,6 +5,7 @@ A wrong key, type or value fails here, before any work, with the field's path an
 
 import argparse
 import dataclasses
+import json
 import re
 from argparse import SUPPRESS, ArgumentError
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,13 @@ from mpc_dist.models import GPT, MODELS, BlockModel
 from mpc_dist.readout import ReadoutConfig
 from mpc_dist.schedule import split_evenly
 from mpc_dist.schedule.layout import check_partition
-from mpc_dist.training.sections import HorizonConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from mpc_dist.training.sections import (
+    DataParallelConfig,
+    HorizonConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainingConfig,
+)
 from mpc_dist.validation import check_whole, is_whole, look_up, suggest
 from mpc_dist.windows import check_horizon
 
@@ -60,6 +67,8 @@ class Config:
     """Which block learns from which loss."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """How the model is spread over ranks."""
+    data_parallel: DataParallelConfig = field(default_factory=DataParallelConfig)
+    """How many replicas of every stage there are."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """How weights are updated."""
     training: TrainingConfig = field(default_factory=TrainingConfig)
@@ -94,6 +103,11 @@ class Config:
         return self.parallel.partition or split_evenly(self.model.num_blocks, self.parallel.stages)
 
     @property
+    def num_ranks(self) -> int:
+        """How many processes the launcher must start."""
+        return self.parallel.stages * self.data_parallel.degree
+
+    @property
     def torch_device(self) -> torch.device:
         """The device that `device` means here."""
         return torch.device("cuda" if self.device != "cpu" and torch.cuda.is_available() else "cpu")
@@ -106,6 +120,11 @@ class Config:
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as they would stand in a YAML file."""
         return dataclasses.asdict(self)
+
+    def as_yaml(self) -> str:
+        """A file that `--config` reads as this very configuration."""
+        plain = json.loads(json.dumps(self.as_dict()))  # tuples become lists
+        return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
 
 
 # Sections are dataclasses; the families' types depend on their `name`.

@@ -1,7 +1,7 @@
 """The training loop: the same on every rank, each with its stage."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
@@ -40,16 +40,16 @@ def train(config: Config, launch: Launch, *, costs: Costs | None = None, is_quie
     meet.
     """
     parallel = config.parallel
-    check_world(launch, num_stages=parallel.stages, num_replicas=parallel.replicas)
+    check_world(launch, num_stages=parallel.stages, num_replicas=config.data_parallel.degree)
     layout = lay_out(config.horizon.build(config.partition), config.partition)
     data = config.data.load()
     parts = build_parts(config.model, data.task, readout=config.readout.kind, seed=config.seed)
-    batches = Batches(data.train, batch_size=config.batch_size * parallel.replicas, seed=config.seed)
+    batches = Batches(data.train, batch_size=config.batch_size * config.data_parallel.degree, seed=config.seed)
     timeout = timedelta(seconds=parallel.timeout)
     mesh = build_mesh(
         launch,
         num_stages=parallel.stages,
-        num_replicas=parallel.replicas,
+        num_replicas=config.data_parallel.degree,
         device_type=config.torch_device.type,
         timeout=timeout,
     )
@@ -68,7 +68,7 @@ def train(config: Config, launch: Launch, *, costs: Costs | None = None, is_quie
             clip_norm=config.training.clip_norm,
             clip_scope=config.training.clip_scope,
             autocast=config.training.autocast,
-            checkpoint=config.training.checkpoint,
+            checkpoint=config.training.recompute,
             seed=config.seed,
             record_times=True,
         ),
@@ -108,7 +108,8 @@ class _Loop:
     def run(self) -> dict[int, Score]:
         """Train to the end, evaluating on the way."""
         training = self._config.training
-        self._metrics.write(event="start", config=self._config.as_dict(), stage=self._mesh.stage)
+        self._write_start()
+        started = time.perf_counter()
         scores: dict[int, Score] = {}
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         shown = Progress(*columns) if self._shows_progress else nullcontext()
@@ -123,7 +124,30 @@ class _Loop:
                 if progress is not None and bar is not None:
                     is_logged = step % training.log_every == 0
                     progress.update(bar, advance=1, description=self._describe() if is_logged else None)
+        self._metrics.write(
+            event="end",
+            step=training.steps,
+            seconds=time.perf_counter() - started,
+            seconds_waiting=self._pipeline.seconds_waiting,
+            scores=plain_scores(scores),
+        )
         return scores
+
+    def _write_start(self) -> None:
+        mesh, config = self._mesh, self._config
+        if mesh.stage == mesh.replica == 0:
+            (self._folder / "config.yaml").write_text(config.as_yaml(), encoding="utf-8")
+        self._metrics.write(
+            event="start",
+            config=config.as_dict(),
+            stage=mesh.stage,
+            replica=mesh.replica,
+            num_stages=mesh.num_stages,
+            num_replicas=mesh.num_replicas,
+            device=str(mesh.device),
+            partition=config.partition,
+            windows=config.horizon.build(config.partition).targets,
+        )
 
     def _train_step(self, step: int) -> None:
         epoch = self._batches.epoch
@@ -211,8 +235,7 @@ class _Loop:
         for batch in islice(batches, min(self._config.training.eval_batches, batches.batches_per_epoch)):
             for boundary, score in self._pipeline.evaluate(*self._place(batch)).items():
                 total[boundary] = total.get(boundary, Score()) + score
-        values = {boundary: {"loss": score.loss, "accuracy": score.accuracy} for boundary, score in total.items()}
-        self._metrics.write(event="evaluation", step=step, scores=values)
+        self._metrics.write(event="evaluation", step=step, scores=plain_scores(total))
         return total
 
     def _replica_part(self, batch: Batch) -> Batch:
@@ -231,6 +254,11 @@ class _Loop:
         lines = [line for line in read_metrics(self._folder, last)[-3:] if line["event"] == "step"]
         losses = list(lines[-1]["losses"].values()) if lines else []
         return f"training, loss {losses[-1]:.4f}" if losses else "training"
+
+
+def plain_scores(scores: Mapping[int, Score]) -> dict[int, dict[str, float | None]]:
+    """Loss and accuracy by boundary, as plain values."""
+    return {boundary: {"loss": score.loss, "accuracy": score.accuracy} for boundary, score in scores.items()}
 
 
 def measure_bubble(record: StepRecord) -> float:

@@ -169,7 +169,7 @@ def apply_plan(config: Config, plan: Plan) -> Config:
             split=chosen.split,
             cap=chosen.cap,
         ),
-        training=dataclasses.replace(config.training, checkpoint=chosen.checkpoint),
+        training=dataclasses.replace(config.training, recompute=chosen.checkpoint),
     )
 
 

@@ -63,9 +63,7 @@ class ParallelConfig:
     """How the model is spread over ranks, and a batch over time."""
 
     stages: int = 1
-    """Pipeline stages; the launcher must start stages x replicas processes."""
-    replicas: int = 1
-    """Data-parallel replicas of every stage."""
+    """Pipeline stages; the launcher must start stages x data_parallel.degree processes."""
     partition: tuple[int, ...] | None = None
     """Blocks of each stage, e.g. [4,4,6,2]; null: as even as can be."""
     microbatches: int = 1
@@ -79,7 +77,6 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         check_whole("parallel.stages", self.stages, minimum=1)
-        check_whole("parallel.replicas", self.replicas, minimum=1)
         check_whole("parallel.microbatches", self.microbatches, minimum=1)
         check_real("parallel.timeout", self.timeout, minimum=1)
         if self.cap is not None:
@@ -89,6 +86,17 @@ class ParallelConfig:
                 f"parallel.partition has {len(self.partition)} stages but parallel.stages is {self.stages}; "
                 "make them agree"
             )
+
+
+@dataclass(frozen=True)
+class DataParallelConfig:
+    """Replicas of every stage, each with its part of the batch."""
+
+    degree: int = 1
+    """Replicas of every stage."""
+
+    def __post_init__(self) -> None:
+        check_whole("data_parallel.degree", self.degree, minimum=1)
 
 
 @dataclass(frozen=True)
@@ -137,7 +145,7 @@ class TrainingConfig:
     """Whose norm it is. `global` makes every rank wait for all others at each update."""
     autocast: bool = False
     """Whether forwards run in bfloat16 where torch deems it safe."""
-    checkpoint: bool = False
+    recompute: bool = False
     """Whether each block keeps only its input and runs again in backward: less memory, more time."""
     folder: str = "runs/train"
     """Where metrics are written."""

@@ -1,5 +1,6 @@
 """Training as a user runs it: `launch/train.py` by python and by torchrun."""
 
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from mpc_dist.training.config import ConfigParser
 from mpc_dist.training.metrics import read_metrics
 from mpc_dist.training.optimizer import DropOnRise, build_scheduler
 from mpc_dist.training.sections import HorizonConfig, OptimizerConfig
@@ -59,7 +61,7 @@ def test_a_run_reports_what_it_did(tmp_path: Path):
     assert "test loss" in done.stdout
     first = read_metrics(tmp_path, 0)
     events = [line["event"] for line in first if line["event"] != "timeline"]
-    assert events == ["start", "step", "step", "evaluation", "step", "step", "evaluation"]
+    assert events == ["start", "step", "step", "evaluation", "step", "step", "evaluation", "end"]
     assert [line["step"] for line in first if line["event"] == "timeline"] == [1, 2, 3, 4]
     assert first[0]["config"]["horizon"] == {
         "windows": "sliding",
@@ -68,6 +70,10 @@ def test_a_run_reports_what_it_did(tmp_path: Path):
         "mode": "fixed",
         "every": 100,
     }
+    assert first[0]["partition"] == [2, 2]
+    assert first[0]["windows"] == [[[2, 1.0]], [[2, 1.0]], [[4, 1.0]], [[4, 1.0]]]
+    again, _ = ConfigParser(["--config", str(tmp_path / "config.yaml")], prog="test", description="").parse()
+    assert json.loads(json.dumps(again.as_dict())) == first[0]["config"]
     step: dict[str, Any] = first[1]
     assert step["live_bytes"] > 0
     assert step["in_flight"] == 1
@@ -79,7 +85,7 @@ def test_a_run_reports_what_it_did(tmp_path: Path):
 
 
 def test_replicas_and_stages_together_with_the_papers_rule(tmp_path: Path):
-    options = "--parallel.stages 2 --parallel.replicas 2 --optimizer.scheduler drop_on_rise --batch_size 8".split()
+    options = "--parallel.stages 2 --data_parallel.degree 2 --optimizer.scheduler drop_on_rise --batch_size 8".split()
     folder = ["--training.folder", str(tmp_path), "--data.max_bytes", "800", "--data.context", "8"]
     launch(4, *SMALL, *folder, *options, "--training.steps", "12", "--training.clip_norm", "1.0")
     assert len(read_metrics(tmp_path, 3)) > 12

@@ -155,7 +155,7 @@ def measured_bytes(config: Config, plan: Plan) -> list[int]:
         layout,
         schedule,
         optimizer=partial(build_optimizer, config.optimizer),
-        options=StageOptions(checkpoint=planned.training.checkpoint),
+        options=StageOptions(checkpoint=planned.training.recompute),
     )
     meters = [SavedBytes([*chain.parameters(), *chain.buffers(), inputs, labels]) for _ in pipeline.stages]
     pipeline.step(inputs, labels, contexts=meters)

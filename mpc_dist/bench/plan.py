@@ -19,7 +19,7 @@ from mpc_dist.training.config import Config
 from mpc_dist.training.loop import train
 from mpc_dist.training.metrics import read_metrics
 from mpc_dist.training.planning import Planned, Probe, apply_plan, plan_for
-from mpc_dist.training.sections import OptimizerConfig, TrainingConfig
+from mpc_dist.training.sections import CheckpointsConfig, OptimizerConfig, TrainingConfig
 
 STEPS = 44
 WARM_UP, TIMED = 6, 18
@@ -67,6 +67,7 @@ def _config(name: str, folder: Path) -> Config:
         readout=ReadoutConfig("local"),
         optimizer=OptimizerConfig("adamw"),
         training=TrainingConfig(steps=STEPS, log_every=1, eval_every=STEPS, eval_batches=1, folder=str(folder)),
+        checkpoints=CheckpointsConfig(every=0),
         device="cpu",
     )
 

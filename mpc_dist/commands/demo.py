@@ -17,7 +17,7 @@ from mpc_dist.schedule.calibrate import measure_costs
 from mpc_dist.training.config import Config, ConfigParser
 from mpc_dist.training.loop import train
 from mpc_dist.training.metrics import read_metrics
-from mpc_dist.training.sections import HorizonConfig
+from mpc_dist.training.sections import CheckpointsConfig, HorizonConfig
 
 SUMMARY = "Train on local ranks with horizon 1 and with back-propagation, side by side."
 
@@ -49,7 +49,8 @@ def run(argv: Sequence[str]) -> None:
     outcomes = {}
     for name, horizon in horizons.items():
         place = folder / ("horizon1" if horizon.windows == "sliding" else "backprop")
-        chosen = replace(config, horizon=horizon, training=replace(config.training, folder=str(place), log_every=1))
+        training = replace(config.training, folder=str(place), log_every=1)
+        chosen = replace(config, horizon=horizon, training=training, checkpoints=CheckpointsConfig(every=0))
         with console.status(f"{name}: training on {config.parallel.stages} ranks"):
             outcomes[name] = _train(chosen)
     console.print(_table(config, outcomes))

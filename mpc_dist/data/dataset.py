@@ -71,6 +71,11 @@ class Batches(Iterator[Batch]):
         self._batch = 0
         self._order = self._draw_order()
 
+    @classmethod
+    def like(cls, other: "Batches") -> "Batches":
+        """The same sequence from its beginning."""
+        return cls(other._split, batch_size=other._batch_size, seed=other._seed, shuffle=other._shuffle)
+
     @property
     def batches_per_epoch(self) -> int:
         """How many full batches an epoch has."""
@@ -92,10 +97,13 @@ class Batches(Iterator[Batch]):
 
     def state_dict(self) -> dict[str, int]:
         """Where the sequence stands, and what it is a sequence of."""
-        return {"epoch": self._epoch, "batch": self._batch, **self._identity()}
+        return {"epoch": self._epoch, "batch": self._batch, "batch_size": self._batch_size, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue from a saved state; raises if it belongs to another sequence."""
+        """Continue from a saved state; raises if it belongs to another sequence.
+
+        With another batch size (more or fewer replicas, say) it goes on at the first batch that holds no sample seen.
+        """
         for name, own in self._identity().items():
             if state.get(name) != own:
                 raise ValueError(
@@ -103,14 +111,17 @@ class Batches(Iterator[Batch]):
                     "resume with the settings it was saved with"
                 )
         check_whole("epoch of the saved data state:", state.get("epoch"), minimum=0)
-        check_whole("batch of the saved data state:", state.get("batch"), minimum=0, maximum=self.batches_per_epoch - 1)
-        self._epoch, self._batch = state["epoch"], state["batch"]
+        check_whole("batch size of the saved data state:", state.get("batch_size"), minimum=1)
+        most = max(self._split.num_samples // state["batch_size"], 1) - 1
+        check_whole("batch of the saved data state:", state.get("batch"), minimum=0, maximum=most)
+        self._epoch, self._batch = state["epoch"], -(-state["batch"] * state["batch_size"] // self._batch_size)
+        if self._batch >= self.batches_per_epoch:
+            self._epoch, self._batch = self._epoch + 1, 0
         self._order = self._draw_order()
 
     def _identity(self) -> dict[str, int]:
         return {
             "seed": self._seed,
-            "batch_size": self._batch_size,
             "num_samples": self._split.num_samples,
             "shuffle": int(self._shuffle),
         }

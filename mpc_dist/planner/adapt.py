@@ -4,7 +4,9 @@ Windows tumble over groups of stages, and the groups double. The rule needs two 
 cosine of the present windows' gradient to back-propagation's, and the loss at the last boundary since the last one.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 ANGLE_SHARE = 0.8
 """Grow when the cosine has fallen to this share of the best that the present windows had."""
@@ -38,6 +40,21 @@ class GrowingHorizon:
     def size(self) -> int:
         """Stages per window now."""
         return self._sizes[0]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it remembers, and of how many stages."""
+        return {
+            "size": self.size,
+            "num_stages": self.sizes[-1],
+            "best_cosine": self._best_cosine,
+            "last_loss": self._last_loss,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there; with another number of stages, by windows over at least as large a share of the model."""
+        share = state["size"] / state["num_stages"]
+        self._sizes = [size for size in self.sizes if size >= share * self.sizes[-1]]
+        self._best_cosine, self._last_loss = state["best_cosine"], state["last_loss"]
 
     def decide(self, cosine: float, loss: float) -> Decision:
         """Keep or double the windows."""

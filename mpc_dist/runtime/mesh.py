@@ -54,6 +54,8 @@ class Mesh:
     """All stages of this replica, for what concerns them all."""
     replicas: dist.ProcessGroup | None = None
     """All replicas of this stage; None if there is one."""
+    background: dist.ProcessGroup | None = None
+    """All ranks, for a thread that works beside training; on the CPU whatever the device is."""
     timeout: timedelta = timedelta(minutes=10)
     """How long anything waits for another rank."""
 
@@ -99,6 +101,7 @@ def build_mesh(
         upward=directions["upward"],
         stages=mesh.get_group(PIPELINE),
         replicas=mesh.get_group(DATA) if num_replicas > 1 else None,
+        background=dist.new_group(backend="gloo", timeout=timeout),
         timeout=timeout,
     )
 

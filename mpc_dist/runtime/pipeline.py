@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from mpc_dist.profile.angle import AngleProfile, needed_readouts
 from mpc_dist.profile.unchanged import unchanged
 from mpc_dist.readout import Identity, Loss, Shared
+from mpc_dist.runtime import state
 from mpc_dist.runtime.angle_probe import probe_angles
+from mpc_dist.runtime.description import receive_description, send_description
 from mpc_dist.runtime.executor import StepRecord
 from mpc_dist.runtime.mesh import Launch, Mesh, build_mesh, leave
 from mpc_dist.runtime.microbatch import split_batch
@@ -105,26 +107,47 @@ class Pipeline:
         """How long this rank has waited for the last stage's head so far; 0 unless readouts are shared."""
         return self._shared_head.seconds_waiting if self._shared_head is not None else 0.0
 
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        """This rank's parts by their names in the whole chain."""
+        parts = (("blocks", self._blocks), ("readouts", self._readouts))
+        return {f"{kind}.{index}": module for kind, modules in parts for index, module in modules.items()}
+
     def named_parameters(self) -> Mapping[str, nn.Parameter]:
         """This rank's parameters by their names in the whole chain."""
-        parts = (("blocks", self._blocks), ("readouts", self._readouts))
-        return {
-            f"{kind}.{index}.{name}": parameter
-            for kind, modules in parts
-            for index, module in modules.items()
-            for name, parameter in module.named_parameters()
-        }
+        return state.named_parameters(self.modules)
+
+    def collect_state(self) -> dict[str, Tensor]:
+        """Copies of all that this rank needs to go on later, by their names in the whole chain."""
+        return state.collect(self.modules, self.stage.optimizer, stage=self.mesh.stage, replica=self.mesh.replica)
+
+    def restore_state(self, saved: state.Saved, *, step: int) -> list[str]:
+        """Go on from what was saved after `step`, by any layout; the names of weights that it did not have.
+
+        Every rank calls it, after `prepare`.
+        """
+        missing = state.restore(
+            self.modules, self.stage.optimizer, saved, stage=self.mesh.stage, replica=self.mesh.replica
+        )
+        self.stage.randomness.step = step
+        if self._shared_head is not None:
+            self._shared_head.start()  # the other ranks' copies are of before
+        return missing
 
     @property
     def fixed_bytes(self) -> int:
         """What this rank holds whatever is in flight: weights, gradients, optimizer state, buffers for messages."""
-        modules = [*self._blocks.values(), *self._readouts.values()]
+        modules = self.modules.values()
         parameters = [p for module in modules for p in module.parameters()]
         size = sum(p.nbytes * (2 if p.requires_grad else 1) for p in parameters)
         size += sum(buffer.nbytes for module in modules for buffer in module.buffers())
         states = self.stage.optimizer.state.values() if self.stage.optimizer is not None else ()
         size += sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
         return size + (self._transport.posted_bytes if self._transport is not None else 0)
+
+    def prepare(self, inputs: Tensor, labels: Tensor) -> None:
+        """Connect to the neighbours for batches like this one, and make the optimizer; the first step does it too."""
+        self._prepare(inputs, labels)
 
     def step(self, inputs: Tensor, labels: Tensor) -> StepResult:
         """One optimizer step. Every stage of a replica gives the same batch and uses what it needs of it."""
@@ -240,7 +263,7 @@ class Pipeline:
         after = mesh.ranks_of_stages[mesh.stage + 1] if mesh.stage + 1 < mesh.num_stages else None
         channels: dict[tuple[str, str], Channel] = {}
         if before is not None:
-            shape, dtype = _receive_header(before, mesh.downward, mesh.device)
+            shape, dtype = receive_description(before, mesh.downward, mesh.device)
             sample = torch.zeros(shape, dtype=dtype, device=mesh.device)
             for direction, kind, group in (("receive", ACTIVATIONS, mesh.downward), ("send", ADJOINTS, mesh.upward)):
                 channels[direction, kind] = Channel(before, group, sample.shape, sample.dtype, mesh.device)
@@ -248,7 +271,7 @@ class Pipeline:
         stage = self._build_stage(self._transport)
         if after is not None:
             output = _probe(stage, sample)
-            _send_header(output, after, mesh.downward)
+            send_description(output, after, mesh.downward)
             for direction, kind, group in (("send", ACTIVATIONS, mesh.downward), ("receive", ADJOINTS, mesh.upward)):
                 channels[direction, kind] = Channel(after, group, output.shape, output.dtype, mesh.device)
         return stage
@@ -266,8 +289,8 @@ class Pipeline:
                 return self._optimizer(parameters)
             known = {id(p) for group in before.optimizer.param_groups for p in group["params"]}
             new = [parameter for parameter in parameters if id(parameter) not in known]
-            if new:
-                before.optimizer.add_param_group({"params": new})
+            # One group has one learning rate, whoever changes it.
+            before.optimizer.param_groups[0]["params"].extend(new)
             return before.optimizer
 
         stage = Stage(
@@ -326,25 +349,6 @@ def build_pipeline(
         options=options,
         timeout=timeout,
     )
-
-
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32)
-_MOST_DIMENSIONS = 8
-
-
-def _send_header(tensor: Tensor, peer: int, group: dist.ProcessGroup) -> None:
-    if tensor.ndim > _MOST_DIMENSIONS or tensor.dtype not in _DTYPES:
-        raise ValueError(f"a stage may not pass on {tensor.ndim} dimensions of {tensor.dtype}")
-    sizes = [*tensor.shape, *[0] * (_MOST_DIMENSIONS - tensor.ndim)]
-    header = torch.tensor([_DTYPES.index(tensor.dtype), tensor.ndim, *sizes], device=tensor.device)
-    dist.send(header, dst=peer, group=group)
-
-
-def _receive_header(peer: int, group: dist.ProcessGroup, device: torch.device) -> tuple[tuple[int, ...], torch.dtype]:
-    header = torch.zeros(2 + _MOST_DIMENSIONS, dtype=torch.int64, device=device)
-    dist.recv(header, src=peer, group=group)
-    dtype, num_dimensions, *sizes = header.tolist()
-    return tuple(sizes[:num_dimensions]), _DTYPES[dtype]
 
 
 def _probe(stage: Stage, sample: Tensor) -> Tensor:

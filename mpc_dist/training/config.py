@@ -23,6 +23,7 @@ from mpc_dist.readout import ReadoutConfig
 from mpc_dist.schedule import split_evenly
 from mpc_dist.schedule.layout import check_partition
 from mpc_dist.training.sections import (
+    CheckpointsConfig,
     DataParallelConfig,
     HorizonConfig,
     OptimizerConfig,
@@ -73,6 +74,8 @@ class Config:
     """How weights are updated."""
     training: TrainingConfig = field(default_factory=TrainingConfig)
     """How long to train, and what is done on the way."""
+    checkpoints: CheckpointsConfig = field(default_factory=CheckpointsConfig)
+    """What is kept of a run to go on later."""
     batch_size: int = 32
     """Samples per batch and replica."""
     seed: int = 0

@@ -1,7 +1,7 @@
 """The training loop: the same on every rank, each with its stage."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from mpc_dist.data import Batch, Batches, Dataset
@@ -22,11 +23,14 @@ from mpc_dist.runtime.mesh import Launch, Mesh, build_mesh, check_world
 from mpc_dist.runtime.pipeline import Pipeline
 from mpc_dist.runtime.stage import Score, StageOptions
 from mpc_dist.schedule import Costs, lay_out
+from mpc_dist.training.checkpoint import CheckpointSaver, SavedCheckpoint
+from mpc_dist.training.checkpoint_folder import folder_of
 from mpc_dist.training.config import Config
+from mpc_dist.training.loss_memory import LossMemory
 from mpc_dist.training.metrics import MetricsFile, read_metrics
-from mpc_dist.training.optimizer import DropOnRise, build_optimizer, build_scheduler
-from mpc_dist.training.sections import DROP_ON_RISE
-from mpc_dist.windows import expand, tumbling
+from mpc_dist.training.optimizer import LearningRate, build_optimizer
+from mpc_dist.training.resume import Resume, weights_fingerprint
+from mpc_dist.windows import Windows, expand, tumbling
 
 NUM_TIMELINES = 20
 """Of how many last steps the metrics hold when each action ran."""
@@ -41,7 +45,7 @@ def train(config: Config, launch: Launch, *, costs: Costs | None = None, is_quie
     """
     parallel = config.parallel
     check_world(launch, num_stages=parallel.stages, num_replicas=config.data_parallel.degree)
-    layout = lay_out(config.horizon.build(config.partition), config.partition)
+    resume = Resume(config, launch.rank)
     data = config.data.load()
     parts = build_parts(config.model, data.task, readout=config.readout.kind, seed=config.seed)
     batches = Batches(data.train, batch_size=config.batch_size * config.data_parallel.degree, seed=config.seed)
@@ -53,9 +57,13 @@ def train(config: Config, launch: Launch, *, costs: Costs | None = None, is_quie
         device_type=config.torch_device.type,
         timeout=timeout,
     )
+    saved = resume.choose(mesh)
+    growing = GrowingHorizon(mesh.num_stages) if config.horizon.mode == "adaptive" else None
+    if growing is not None and saved is not None and saved.state.progress["horizon"] is not None:
+        growing.load_state_dict(saved.state.progress["horizon"])
     pipeline = Pipeline(
         mesh,
-        layout,
+        lay_out(windows_now(config, growing), config.partition),
         build_block=lambda t: parts.block(t).to(config.torch_dtype),
         build_readout=lambda s: parts.readout(s).to(config.torch_dtype),
         loss=LOSSES[data.task.kind],
@@ -75,7 +83,15 @@ def train(config: Config, launch: Launch, *, costs: Costs | None = None, is_quie
         timeout=timeout,
     )
     with pipeline:
-        return _Loop(config, launch, mesh, pipeline, data, batches, is_quiet=is_quiet).run()
+        loop = _Loop(config, launch, mesh, pipeline, data, batches, growing, is_quiet=is_quiet)
+        return loop.run(saved)
+
+
+def windows_now(config: Config, growing: GrowingHorizon | None) -> Windows:
+    """The windows to train with: those configured, or those that the horizon has grown to."""
+    if growing is None:
+        return config.horizon.build(config.partition)
+    return expand(tumbling(len(config.partition), growing.size), config.partition)
 
 
 class _Loop:
@@ -87,6 +103,7 @@ class _Loop:
         pipeline: Pipeline,
         data: Dataset,
         batches: Batches,
+        growing: GrowingHorizon | None,
         *,
         is_quiet: bool,
     ) -> None:
@@ -97,33 +114,47 @@ class _Loop:
         self._data = data
         self._batches = batches
         self._folder = Path(config.training.folder)
-        self._metrics = MetricsFile(self._folder, launch.rank)
-        self._step_rate: Callable[[], None] = lambda: None
-        self._drop: DropOnRise | None = None
-        is_adaptive = config.horizon.mode == "adaptive"
-        self._growing = GrowingHorizon(mesh.num_stages) if is_adaptive else None
-        self._recent_losses: list[float] = []
-        self._epoch_losses: list[float] = []
+        self._growing = growing
+        self._losses = LossMemory(mesh)
+        self._saver = CheckpointSaver(
+            folder_of(self._folder),
+            keep=config.checkpoints.keep,
+            fingerprint=weights_fingerprint(config),
+            rank=launch.rank,
+            num_replicas=mesh.num_replicas,
+            group=mesh.background,
+        )
+        self._save_failure: str | None = None
+        self._rank = launch.rank
 
-    def run(self) -> dict[int, Score]:
-        """Train to the end, evaluating on the way."""
+    def run(self, saved: SavedCheckpoint | None) -> dict[int, Score]:
+        """Train to the end, evaluating and saving on the way; `saved` is where to go on from."""
         training = self._config.training
+        first = 1 if saved is None else saved.state.step + 1
+        self._metrics = MetricsFile(self._folder, self._rank, is_continued=saved is not None)
         self._write_start()
+        self._prepare(saved)
         started = time.perf_counter()
         scores: dict[int, Score] = {}
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         shown = Progress(*columns) if self._shows_progress else nullcontext()
         with shown as progress:
-            bar = None if progress is None else progress.add_task("training", total=training.steps)
-            for step in range(1, training.steps + 1):
-                self._train_step(step)
+            bar = None if progress is None else progress.add_task("training", total=training.steps, completed=first - 1)
+            for step in range(first, training.steps + 1):
+                self._train_step(step, is_first=step == first)
                 if self._growing is not None and step % self._config.horizon.every == 0:
                     self._adapt(step, self._growing)
                 if step % training.eval_every == 0 or step == training.steps:
                     scores = self._evaluate(step)
+                if self._config.checkpoints.is_due(step, last=training.steps):
+                    self._save(step)
                 if progress is not None and bar is not None:
                     is_logged = step % training.log_every == 0
                     progress.update(bar, advance=1, description=self._describe() if is_logged else None)
+        if first > training.steps:
+            scores = self._evaluate(training.steps)
+        self._saver.wait()
+        self._report_saves()
         self._metrics.write(
             event="end",
             step=training.steps,
@@ -131,7 +162,44 @@ class _Loop:
             seconds_waiting=self._pipeline.seconds_waiting,
             scores=plain_scores(scores),
         )
+        if self._save_failure is not None:
+            raise OSError(f"training has ended, but its last checkpoint could not be saved: {self._save_failure}")
         return scores
+
+    def _prepare(self, saved: SavedCheckpoint | None) -> None:
+        """Connect the ranks and, if there is a checkpoint, put everything back to where it stood."""
+        ahead = Batches.like(self._batches)
+        self._pipeline.prepare(*self._place(self._replica_part(next(ahead))))
+        self._rate = LearningRate(self._config.optimizer, self._pipeline.stage.optimizer)
+        if saved is None:
+            return
+        step, progress = saved.state.step, saved.state.progress
+        missing = self._pipeline.restore_state(saved, step=step)
+        self._batches.load_state_dict(progress["data"])
+        self._rate.load_state_dict(progress["rate"], num_steps=step)
+        self._losses.restore(saved)
+        self._metrics.write(event="resume", step=step, checkpoint=str(saved.path), new_weights=missing)
+
+    def _save(self, step: int) -> None:
+        start = time.perf_counter()
+        tensors = {**self._pipeline.collect_state(), **self._losses.collect()}
+        progress = {
+            "data": self._batches.state_dict(),
+            "rate": self._rate.state_dict(),
+            "horizon": None if self._growing is None else self._growing.state_dict(),
+        }
+        self._saver.save(step, tensors, progress)
+        self._metrics.write(event="checkpoint", step=step, stall_seconds=time.perf_counter() - start)
+        self._report_saves()
+
+    def _report_saves(self) -> None:
+        """Write down how saves went that have ended."""
+        for outcome in self._saver.take_outcomes():
+            self._metrics.write(event="saved", **vars(outcome))
+            self._save_failure = outcome.failure
+            if outcome.failure is not None and self._rank == 0:
+                message = f"the checkpoint after step {outcome.step} could not be saved: {outcome.failure}"
+                Console(stderr=True).print(message, highlight=False, markup=False, soft_wrap=True)
 
     def _write_start(self) -> None:
         mesh, config = self._mesh, self._config
@@ -146,32 +214,29 @@ class _Loop:
             num_replicas=mesh.num_replicas,
             device=str(mesh.device),
             partition=config.partition,
-            windows=config.horizon.build(config.partition).targets,
+            windows=windows_now(config, self._growing).targets,
         )
 
-    def _train_step(self, step: int) -> None:
+    def _train_step(self, step: int, *, is_first: bool) -> None:
         epoch = self._batches.epoch
         inputs, labels = self._last_batch = self._place(self._replica_part(next(self._batches)))
         start = time.perf_counter()
         extra: dict[str, int] = {}
-        if step == 1:
+        if is_first:
             # What a schedule holds does not change from step to step: it is counted once.
             with SavedBytes([*self._pipeline.named_parameters().values(), inputs, labels]) as saved:
                 result = self._pipeline.step(inputs, labels)
             extra |= {"live_bytes": saved.peak, "rank_bytes": saved.peak + self._pipeline.fixed_bytes}
-            self._set_up_rates()
         else:
             result = self._pipeline.step(inputs, labels)
         seconds = time.perf_counter() - start
-        self._step_rate()
-        if self._drop is not None or self._growing is not None:
+        self._rate.step()
+        if self._rate.drop is not None or self._growing is not None:
             last = self._config.model.num_blocks
-            found = [loss for boundary, loss in result.losses.items() if boundary == last]
-            self._epoch_losses += found
-            self._recent_losses += found
+            self._losses.add([loss for boundary, loss in result.losses.items() if boundary == last])
         if self._batches.epoch != epoch:
             self._end_epoch()
-        if step == 1 or step % self._config.training.log_every == 0:
+        if is_first or step % self._config.training.log_every == 0:
             self._metrics.write(
                 event="step",
                 step=step,
@@ -189,10 +254,9 @@ class _Loop:
 
     def _adapt(self, step: int, growing: GrowingHorizon) -> None:
         """Measure the angle of the present windows on the last batch, decide, and change the windows if so decided."""
-        windows = expand(tumbling(self._mesh.num_stages, growing.size), self._config.partition)
+        windows = windows_now(self._config, growing)
         profile = self._pipeline.measure_angles([self._last_batch], [windows])
-        loss = self._mean_on_last_rank(self._recent_losses)
-        self._recent_losses = []
+        loss = self._losses.take_recent()
         before = growing.size
         evidence = torch.tensor([profile.cosine(windows), loss], dtype=torch.float64, device=self._mesh.device)
         if self._mesh.replicas is not None:
@@ -201,32 +265,13 @@ class _Loop:
         # The evidence is the same on every rank, and so is the decision.
         decision = growing.decide(*evidence.tolist())
         if decision.size != before:
-            self._pipeline.change_windows(
-                expand(tumbling(self._mesh.num_stages, decision.size), self._config.partition)
-            )
+            self._pipeline.change_windows(windows_now(self._config, growing))
         self._metrics.write(event="horizon", step=step, before=before, **vars(decision))
 
-    def _mean_on_last_rank(self, losses: list[float]) -> float:
-        mean = torch.tensor(sum(losses) / max(len(losses), 1), device=self._mesh.device)
-        if self._mesh.stages is not None:
-            dist.broadcast(mean, src=self._mesh.ranks_of_stages[-1], group=self._mesh.stages)
-        return float(mean)
-
-    def _set_up_rates(self) -> None:
-        optimizer = self._pipeline.stage.optimizer
-        if optimizer is None:
-            return
-        self._step_rate = build_scheduler(self._config.optimizer, optimizer)
-        if self._config.optimizer.scheduler == DROP_ON_RISE:
-            self._drop = DropOnRise(optimizer)
-
     def _end_epoch(self) -> None:
-        if self._config.optimizer.scheduler == DROP_ON_RISE:
+        if self._rate.drop is not None:
             # The rule needs the last rank's loss everywhere: the one time in an epoch at which ranks wait.
-            mean = self._mean_on_last_rank(self._epoch_losses)
-            if self._drop is not None:
-                self._drop.end_epoch(mean)
-        self._epoch_losses = []
+            self._rate.drop.end_epoch(self._losses.take_epoch())
 
     def _evaluate(self, step: int) -> dict[int, Score]:
         size = min(self._config.batch_size, self._data.test.num_samples)

@@ -9,10 +9,13 @@ from typing import Any
 class MetricsFile:
     """Appends one rank's metrics to its file."""
 
-    def __init__(self, folder: Path, rank: int) -> None:
+    def __init__(self, folder: Path, rank: int, *, is_continued: bool = False) -> None:
+        """A new file, or one that goes on after what a run wrote before it was interrupted."""
         folder.mkdir(parents=True, exist_ok=True)
         self._path = metrics_path(folder, rank)
-        self._path.write_text("", encoding="utf-8")
+        before = self._path.read_bytes() if is_continued and self._path.exists() else b""
+        # A line that was cut off by the interruption is dropped.
+        self._path.write_bytes(before[: before.rfind(b"\n") + 1])
 
     def write(self, **values: Any) -> None:
         """Add a line; the time is added to it."""

@@ -1,6 +1,8 @@
 """Builds a stage's optimizer and its learning-rate schedule from the configuration."""
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,13 +35,53 @@ class DropOnRise:
 
     FACTOR = 0.9
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
         self._optimizer = optimizer
         self._last: float | None = None
+        self._num_drops = 0
 
     def end_epoch(self, loss: float) -> None:
         """Compare with the epoch before."""
         if self._last is not None and loss > self._last:
-            for group in self._optimizer.param_groups:
-                group["lr"] *= self.FACTOR
+            self._drop()
         self._last = loss
+
+    def state_dict(self) -> dict[str, float | int | None]:
+        """What it remembers."""
+        return {"last": self._last, "num_drops": self._num_drops}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there, with a rate that has not been dropped yet."""
+        self._last = state["last"]
+        for _ in range(state["num_drops"]):
+            self._drop()
+
+    def _drop(self) -> None:
+        self._num_drops += 1
+        for group in self._optimizer.param_groups if self._optimizer is not None else ():
+            group["lr"] *= self.FACTOR
+
+
+class LearningRate:
+    """Changes a stage's learning rate as configured; a stage without weights has no optimizer but keeps the count."""
+
+    def __init__(self, config: OptimizerConfig, optimizer: torch.optim.Optimizer | None) -> None:
+        self._step = build_scheduler(config, optimizer) if optimizer is not None else lambda: None
+        self.drop = DropOnRise(optimizer) if config.scheduler == DROP_ON_RISE else None
+
+    def step(self) -> None:
+        """A step has been done."""
+        self._step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What cannot be told from the number of steps."""
+        return {} if self.drop is None else self.drop.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any], *, num_steps: int) -> None:
+        """Go on after so many steps: torch's schedules depend on nothing else, and are run through again."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step\\(\\)` before")
+            for _ in range(num_steps):
+                self._step()
+        if self.drop is not None and state:
+            self.drop.load_state_dict(state)

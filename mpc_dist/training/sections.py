@@ -155,3 +155,27 @@ class TrainingConfig:
             check_whole(f"training.{name}", getattr(self, name), minimum=1)
         if self.clip_norm is not None:
             check_real("training.clip_norm", self.clip_norm, minimum=0)
+
+
+@dataclass(frozen=True)
+class CheckpointsConfig:
+    """What is kept of a run to go on later: in `checkpoints/` of the run folder, written in the background."""
+
+    every: int | None = None
+    """Steps between checkpoints, besides one at the end; null: only at the end; 0: none."""
+    keep: int = 3
+    """How many of the newest are kept."""
+    resume: str = "auto"
+    """auto: go on from the newest checkpoint in the run folder, if there is one; never: start anew and remove those
+    that are there; or the path of a run or a checkpoint to go on from. Ranks, replicas and horizon may differ."""
+
+    def __post_init__(self) -> None:
+        if self.every is not None:
+            check_whole("checkpoints.every", self.every, minimum=0)
+        check_whole("checkpoints.keep", self.keep, minimum=1)
+
+    def is_due(self, step: int, *, last: int) -> bool:
+        """Whether there is one after this step."""
+        if self.every == 0:
+            return False
+        return step == last or (self.every is not None and step % self.every == 0)

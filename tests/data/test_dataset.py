@@ -81,11 +81,26 @@ def test_a_restored_state_continues_exactly(steps):
     assert head + take(resumed, 14 - steps) == undisturbed
 
 
+@pytest.mark.parametrize("other_size", [1, 2, 4, 5])
+@pytest.mark.parametrize("steps", range(4))
+def test_a_state_of_another_batch_size_goes_on_after_the_samples_seen(steps, other_size):
+    batches = Batches(numbered(), batch_size=3, seed=4)
+    seen = [sample for batch in take(batches, steps) for sample in batch]
+    resumed = Batches(numbered(), batch_size=other_size, seed=4)
+    resumed.load_state_dict(batches.state_dict())
+    if resumed.epoch == 0:
+        left = resumed.batches_per_epoch - -(-len(seen) // other_size)
+        after = [sample for batch in take(resumed, left) for sample in batch]
+        assert not set(seen) & set(after)
+    else:
+        assert 10 - len(seen) < 3 + other_size  # nothing but an incomplete batch was left
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"seed": 5}, "saved data state has seed 5 but this run 4; resume with the settings"),
-        ({"batch_size": 2}, "saved data state has batch_size 2 but this run 3"),
+        ({"batch_size": 0}, "batch size of the saved data state: 0 is out of range"),
         ({"shuffle": 0}, "saved data state has shuffle 0 but this run 1"),
         ({"num_samples": 11}, "saved data state has num_samples 11 but this run 10"),
         ({"batch": 3}, r"batch of the saved data state: 3 is out of range; use 0\.\.2"),

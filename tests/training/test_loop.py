@@ -61,7 +61,8 @@ def test_a_run_reports_what_it_did(tmp_path: Path):
     assert "test loss" in done.stdout
     first = read_metrics(tmp_path, 0)
     events = [line["event"] for line in first if line["event"] != "timeline"]
-    assert events == ["start", "step", "step", "evaluation", "step", "step", "evaluation", "end"]
+    steps = ["step", "step", "evaluation"]
+    assert events == ["start", *steps, *steps, "checkpoint", "saved", "end"]
     assert [line["step"] for line in first if line["event"] == "timeline"] == [1, 2, 3, 4]
     assert first[0]["config"]["horizon"] == {
         "windows": "sliding",

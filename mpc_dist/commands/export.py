@@ -1,0 +1,68 @@
+"""`mpc-dist export`: the whole model of a run's checkpoint as safetensors."""
+
+import argparse
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mpc_dist.runtime.state import BUFFERS
+from mpc_dist.training.checkpoint import SavedCheckpoint, find_run_checkpoints, newest_undamaged
+from mpc_dist.training.checkpoint_folder import folder_of, step_of
+
+SUMMARY = "write the trained weights of a run as safetensors"
+WEIGHTS = "model.safetensors"
+
+
+def run(argv: Sequence[str]) -> None:
+    """Read the options, find the checkpoint, write the folder."""
+    parser = argparse.ArgumentParser(
+        prog="mpc-dist export",
+        description="Write the whole model of a run as safetensors, with the names of mpc_dist.models.Chain: "
+        "`chain.load_state_dict(safetensors.torch.load_file(...))` reads it.",
+    )
+    parser.add_argument("run", type=Path, help="Run folder, or one checkpoint of it.")
+    parser.add_argument("--to", type=Path, required=True, help="Folder to write; it is made.")
+    parser.add_argument("--step", type=int, help="Take the checkpoint after this step; default: the newest undamaged.")
+    options = parser.parse_args(argv)
+    saved = _find(options.run, options.step)
+    tensors = read_model(saved)
+    options.to.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, options.to / WEIGHTS, metadata={"format": "pt", "step": str(saved.state.step)})
+    config = saved.path.parent.parent / "config.yaml"
+    if config.is_file():
+        shutil.copy(config, options.to / "config.yaml")
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    Console().print(
+        f"{len(tensors)} tensors ({size / 2**20:.1f} MiB) after step {saved.state.step}: {options.to / WEIGHTS}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def read_model(saved: SavedCheckpoint) -> dict[str, Tensor]:
+    """Weights and buffers by their names in the chain; of several replicas, the first one's buffers."""
+    prefix = f"{BUFFERS}.0."
+    weights = [name for name in saved.described if name.startswith(("blocks.", "readouts."))]
+    buffers = [name for name in saved.described if name.startswith(prefix)]
+    return {name.removeprefix(prefix): tensor for name, tensor in saved.read_all(weights + buffers).items()}
+
+
+def _find(place: Path, step: int | None) -> SavedCheckpoint:
+    found = find_run_checkpoints(place)
+    if not found:
+        raise ValueError(f"{place} holds no checkpoint; give a run folder (training.folder) or one of its checkpoints")
+    if step is not None:
+        steps = [step_of(path) for path in found]
+        if step not in steps:
+            raise ValueError(f"{folder_of(place)} has checkpoints after steps {steps}, none after {step}")
+        found = [found[steps.index(step)]]
+    saved, damages = newest_undamaged(found)
+    if saved is None:
+        raise ValueError(damages[0])
+    for damage in damages:
+        Console(stderr=True).print(damage, highlight=False, markup=False, soft_wrap=True)
+    return saved

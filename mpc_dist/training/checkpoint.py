@@ -1,0 +1,198 @@
+"""Saves and reads checkpoints by `torch.distributed.checkpoint`, as safetensors: reading one executes nothing.
+
+Saving is done by a thread with a process group of its own: a rank only copies its tensors, and ranks that are at
+different steps never wait for each other.
+"""
+
+import threading
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from mpc_dist.training.checkpoint_folder import (
+    CheckpointState,
+    Digest,
+    commit,
+    find_damage,
+    folder_of,
+    list_checkpoints,
+    partial_of,
+    read_state,
+)
+
+
+@dataclass(frozen=True)
+class SaveOutcome:
+    """How a save went on this rank."""
+
+    step: int
+    seconds: float
+    """From the copy of the tensors to the file on disk."""
+    size: int
+    """Bytes that this rank wrote."""
+    failure: str | None
+    """Why there is no checkpoint; the ones before it are intact."""
+
+
+class CheckpointSaver:
+    """Writes one rank's part of every checkpoint, in the background."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep: int,
+        fingerprint: dict[str, Any],
+        rank: int = 0,
+        num_replicas: int = 1,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """`group` joins all ranks for nothing but this; None in a single process."""
+        self._folder = folder
+        self._keep = keep
+        self._fingerprint = fingerprint
+        self._rank = rank
+        self._num_replicas = num_replicas
+        self._group = group
+        self._thread: threading.Thread | None = None
+        self._outcomes: list[SaveOutcome] = []
+        _expect_single_process()
+
+    def save(self, step: int, tensors: Mapping[str, Tensor], progress: dict[str, Any]) -> None:
+        """Write these tensors, which nobody else changes, as the checkpoint after `step`.
+
+        Every rank calls it for the same steps. It returns at once, unless the save before it is still under way.
+        """
+        self.wait()
+        self._thread = threading.Thread(
+            target=self._write, args=(step, dict(tensors), progress), name=f"checkpoint {step}", daemon=True
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait for the save under way; if ranks are gone, at most the group's timeout."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def take_outcomes(self) -> list[SaveOutcome]:
+        """The saves that have ended since this was last asked."""
+        found, self._outcomes = self._outcomes, []
+        return found
+
+    def _write(self, step: int, tensors: dict[str, Tensor], progress: dict[str, Any]) -> None:
+        start, size, failure = time.perf_counter(), 0, None
+        try:
+            size = self._write_together(step, tensors, progress)
+        except (CheckpointException, Exception) as error:
+            failure = _first_reason(error)
+        self._outcomes.append(SaveOutcome(step, time.perf_counter() - start, size, failure))
+
+    def _write_together(self, step: int, tensors: dict[str, Tensor], progress: dict[str, Any]) -> int:
+        partial = partial_of(self._folder, step)
+        writer = HuggingFaceStorageWriter(str(partial), save_distributed=True)
+        save(tensors, storage_writer=writer, process_group=self._group, no_dist=self._group is None)
+        # The library numbers the files from 1.
+        (own,) = partial.glob(f"shard-{self._rank + 1:05d}-*.safetensors")
+        digest = Digest.of(own)
+        everyone: list[dict[str, Digest] | None] = [{own.name: digest}]
+        if self._group is not None:
+            everyone = [None] * dist.get_world_size(self._group)
+            # Nobody's part is missing once rank 0 has heard of all.
+            dist.gather_object({own.name: digest}, everyone if self._rank == 0 else None, dst=0, group=self._group)
+        if self._rank == 0:
+            files = {name: digest for part in everyone if part is not None for name, digest in part.items()}
+            state = CheckpointState(step, self._num_replicas, self._fingerprint, progress, files)
+            commit(partial, state, keep=self._keep)
+        return digest.size
+
+
+class SavedCheckpoint:
+    """A checkpoint on disk."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.state = read_state(path)
+        _expect_single_process()
+
+    @property
+    def num_replicas(self) -> int:
+        """How many replicas kept their buffers."""
+        return self.state.num_replicas
+
+    @cached_property
+    def described(self) -> Mapping[str, Tensor]:
+        """Every name there is, with an empty tensor of its shape and type."""
+        found: dict[str, Tensor] = {}
+        for name, entry in HuggingFaceStorageReader(str(self.path)).read_metadata().state_dict_metadata.items():
+            assert isinstance(entry, TensorStorageMetadata)
+            found[name] = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+        return found
+
+    def read(self, into: Mapping[str, Tensor]) -> None:
+        """Copy the tensors of these names into place."""
+        if into:
+            load(dict(into), storage_reader=HuggingFaceStorageReader(str(self.path)), no_dist=True)
+
+    def read_all(self, names: list[str]) -> dict[str, Tensor]:
+        """The tensors of these names."""
+        tensors = {name: torch.empty_like(self.described[name], device="cpu") for name in names}
+        self.read(tensors)
+        return tensors
+
+
+def find_run_checkpoints(place: Path) -> list[Path]:
+    """The checkpoints meant by a run folder, oldest first, or by the path of a single one."""
+    if (place / "state.json").is_file():
+        return [place]
+    return list_checkpoints(folder_of(place))
+
+
+def newest_undamaged(
+    candidates: list[Path], *, rank: int = 0, group: dist.ProcessGroup | None = None
+) -> tuple[SavedCheckpoint | None, list[str]]:
+    """The newest checkpoint whose files are all as they were written, and what is wrong with newer ones.
+
+    All ranks of the group call it; they share the checking and agree on the answer.
+    """
+    num_ranks = 1 if group is None else dist.get_world_size(group)
+    names: list[list[Path]] = [candidates]
+    if group is not None:
+        dist.broadcast_object_list(names, src=0, group=group)  # a shared file system may show another rank less
+    damages: list[str] = []
+    for path in reversed(names[0]):
+        found: list[str | None] = [find_damage(path, part=rank, num_parts=num_ranks)]
+        if group is not None:
+            mine, found = found[0], [None] * num_ranks
+            dist.all_gather_object(found, mine, group=group)
+        damage = next((text for text in found if text is not None), None)
+        if damage is None:
+            return SavedCheckpoint(path), damages
+        damages.append(damage)
+    return None, damages
+
+
+def _expect_single_process() -> None:
+    """The library warns when there is no process group, which is how one process saves."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+
+def _first_reason(error: BaseException) -> str:
+    """In one line, why a save failed; the library wraps what every rank raised."""
+    if isinstance(error, CheckpointException):
+        rank, (inner, _) = next(iter(error.failures.items()))
+        return f"rank {rank}: {_first_reason(inner)}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

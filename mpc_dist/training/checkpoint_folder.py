@@ -1,0 +1,153 @@
+"""The folder of a run's checkpoints: which are complete and undamaged, how one is committed, which are kept.
+
+A checkpoint is written beside, under a name that ends in `.partial`, and renamed when all of it is on disk. So whatever
+carries the final name was complete; checksums tell whether it still is.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+STATE_FILE = "state.json"
+FORMAT = 1
+_NAME = re.compile(r"step-(\d{8,})")
+_PARTIAL = ".partial"
+_REPLACED = ".replaced"
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Digest:
+    """What a file must contain."""
+
+    sha256: str
+    size: int
+    """Bytes."""
+
+    @classmethod
+    def of(cls, path: Path) -> "Digest":
+        """Of a file as it is on disk."""
+        digest, size = hashlib.sha256(), 0
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK):
+                digest.update(chunk)
+                size += len(chunk)
+        return cls(digest.hexdigest(), size)
+
+
+@dataclass(frozen=True)
+class CheckpointState:
+    """All that is not a tensor."""
+
+    step: int
+    num_replicas: int
+    """Replicas of every stage that wrote it."""
+    fingerprint: dict[str, Any]
+    """What must agree for the weights to fit: the model and its task."""
+    progress: dict[str, Any]
+    """Where training stood: data, horizon, learning rate."""
+    files: dict[str, Digest]
+    """Its tensor files."""
+
+
+def folder_of(run: Path) -> Path:
+    """Where a run keeps its checkpoints."""
+    return run / "checkpoints"
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """The complete ones, oldest first."""
+    found = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step after which it was saved."""
+    match = _NAME.fullmatch(checkpoint.name)
+    assert match is not None
+    return int(match[1])
+
+
+def partial_of(folder: Path, step: int) -> Path:
+    """Where a checkpoint is written, beside the complete ones."""
+    return folder / f"step-{step:08d}{_PARTIAL}"
+
+
+def commit(partial: Path, state: CheckpointState, *, keep: int) -> Path:
+    """Make what was written a checkpoint, and drop all but the newest `keep`."""
+    content = {
+        "format": FORMAT,
+        **vars(state),
+        "files": {name: vars(digest) for name, digest in state.files.items()},
+    }
+    with (partial / STATE_FILE).open("w", encoding="utf-8") as file:
+        json.dump(content, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    final = partial.with_name(partial.name.removesuffix(_PARTIAL))
+    if final.exists():  # a damaged one, or of an attempt that was left
+        replaced = final.with_name(final.name + _REPLACED)
+        shutil.rmtree(replaced, ignore_errors=True)
+        final.rename(replaced)
+    partial.rename(final)
+    _sync_folder(final.parent)
+    for old in (*list_checkpoints(final.parent)[:-keep], *final.parent.glob(f"*{_REPLACED}")):
+        shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def clear(folder: Path, *, everything: bool) -> None:
+    """Remove what interrupted saves left, or everything."""
+    for path in folder.glob("step-*"):
+        if everything or path.name.endswith((_PARTIAL, _REPLACED)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def read_state(checkpoint: Path) -> CheckpointState:
+    """What a checkpoint says of itself."""
+    path = checkpoint / STATE_FILE
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        version = content.pop("format")
+        if version != FORMAT:
+            raise ValueError(f"it has format {version}, this version reads {FORMAT}")
+        content["files"] = {name: Digest(**digest) for name, digest in content["files"].items()}
+        state = CheckpointState(**content)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"checkpoint {checkpoint} cannot be read: {path.name}: {error}") from error
+    bad = next((name for name in state.files if Path(name).name != name), None)
+    if bad is not None:
+        raise ValueError(f"checkpoint {checkpoint} names a file outside of it: {bad}")
+    return state
+
+
+def find_damage(checkpoint: Path, *, part: int = 0, num_parts: int = 1) -> str | None:
+    """What is wrong with a checkpoint's files, if anything; several readers may check a part of them each."""
+    try:
+        state = read_state(checkpoint)
+    except ValueError as error:
+        return str(error)
+    for name in sorted(state.files)[part::num_parts]:
+        try:
+            found = Digest.of(checkpoint / name)
+        except OSError as error:
+            return f"checkpoint {checkpoint} cannot be read: {error}"
+        if found != state.files[name]:
+            return f"checkpoint {checkpoint} is damaged: {name} is not what was written"
+    return None
+
+
+def _sync_folder(folder: Path) -> None:
+    """A rename is safe from a power cut once its folder is on disk."""
+    with contextlib.suppress(OSError):  # not every file system can
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

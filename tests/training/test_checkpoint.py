@@ -1,0 +1,302 @@
+"""Checkpoints: what is saved by one layout is gone on with by any, and a damaged one is never used."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from mpc_dist.cli import main
+from mpc_dist.models import build_chain
+from mpc_dist.runtime.local import LocalRankError, run_local_ranks
+from mpc_dist.training.checkpoint import CheckpointSaver, SavedCheckpoint, newest_undamaged
+from mpc_dist.training.checkpoint_folder import find_damage, folder_of, list_checkpoints, step_of
+from mpc_dist.training.metrics import read_metrics
+from tests.conftest import ROOT
+from tests.training.local import losses, parse, train_locally
+
+GPT = (
+    "--model.name gpt --model.num_blocks 4 --model.width 16 --model.num_heads 2 --model.dropout 0.1 --data.name text "
+    "--data.context 16 --data.max_bytes 40000 --batch_size 8 --parallel.microbatches 2 --training.log_every 1 "
+    "--training.eval_batches 1 --dtype float64 --device cpu"
+).split()
+RESNET = (
+    "--model.name resnet_cifar --model.blocks_per_group 1 --model.channels 4 --data.name digits --batch_size 8 "
+    "--parallel.microbatches 2 --optimizer.name sgd --optimizer.momentum 0.9 --training.log_every 1 "
+    "--training.eval_batches 1 --device cpu"
+).split()
+
+
+def words(text: str) -> list[str]:
+    return text.split()
+
+
+LAYOUTS = {
+    "horizon 1 on 2 stages, cosine rate": [
+        *GPT,
+        *words("--parallel.stages 2 --horizon 1 --optimizer.scheduler CosineAnnealingLR"),
+        "--optimizer.scheduler_arguments",
+        "{T_max: 20}",
+    ],
+    "2 stages x 2 replicas, shared readouts, split": [
+        *GPT,
+        *words("--parallel.stages 2 --data_parallel.degree 2 --horizon 1 --readout.kind shared --parallel.split true"),
+    ],
+    "batch norm in one process, rate of the paper": [
+        *RESNET,
+        *words("--optimizer.scheduler drop_on_rise --data.num_test 1777 --optimizer.lr 0.5"),
+    ],
+    "batch norm on 2 replicas": [*RESNET, *words("--data_parallel.degree 2")],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(layout: str, tmp_path: Path):
+    arguments = LAYOUTS[layout]
+    config = train_locally([*arguments, *words("--training.steps 7")], tmp_path / "whole")
+    for steps in ("3", "7"):
+        train_locally([*arguments, "--training.steps", steps, "--checkpoints.every", "2"], tmp_path / "parts")
+    whole, parts = (losses(tmp_path / name, config.num_ranks) for name in ("whole", "parts"))
+    assert whole == parts
+    assert {step for step, _, _ in whole} == set(range(1, 8))
+    ends = [SavedCheckpoint(list_checkpoints(folder_of(tmp_path / name))[-1]) for name in ("whole", "parts")]
+    assert ends[0].described.keys() == ends[1].described.keys()
+    tensors = [end.read_all(list(end.described)) for end in ends]
+    for name, tensor in tensors[0].items():
+        assert torch.equal(tensor, tensors[1][name]), name
+    assert ends[0].state.progress == ends[1].state.progress
+
+
+@pytest.fixture(scope="module")
+def four_stages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three steps on 4 stages with windows in blocks, then three more."""
+    folder = tmp_path_factory.mktemp("four")
+    for steps in ("3", "6"):
+        train_locally([*FOUR, "--training.steps", steps, "--parallel.stages", "4"], folder)
+        if steps == "3":
+            shutil.copytree(folder, folder / "begun")
+    return folder
+
+
+FOUR = [*GPT, *words("--horizon.windows sliding --horizon.size 2 --horizon.unit blocks --model.dropout 0")]
+
+
+@pytest.mark.parametrize(("stages", "replicas", "batch"), [(2, 2, 4), (1, 1, 8), (3, 1, 8)])
+def test_another_layout_goes_on_alike(stages, replicas, batch, four_stages: Path, tmp_path: Path):
+    arguments = [*FOUR, *words(f"--training.steps 6 --parallel.stages {stages} --data_parallel.degree {replicas}")]
+    resume = ["--checkpoints.resume", str(four_stages / "begun"), "--batch_size", str(batch)]
+    config = train_locally([*arguments, *resume], tmp_path)
+    found, expected = losses(tmp_path, config.num_ranks), losses(four_stages, 4)
+    assert {step for step, _, _ in found} == {4, 5, 6}
+    for step, boundary, _ in found:
+        mean = sum(found[step, boundary, replica] for replica in range(replicas)) / replicas
+        # The same sums in another order: float64 rounding, amplified by three updates.
+        assert mean == pytest.approx(expected[step, boundary, 0], rel=1e-9)
+    saved, again = (SavedCheckpoint(list_checkpoints(folder_of(folder))[-1]) for folder in (four_stages, tmp_path))
+    weights = [name for name in saved.described if not name.startswith("random.")]
+    assert set(weights) == {name for name in again.described if not name.startswith("random.")}
+    ours, theirs = saved.read_all(weights), again.read_all(weights)
+    for name in weights:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-7, atol=1e-9, msg=name)
+
+
+def test_export_is_the_trained_model(four_stages: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["export", str(four_stages), "--to", str(tmp_path / "out")]) == 0
+    assert "after step 6" in capsys.readouterr().out
+    config = parse(["--config", str(tmp_path / "out" / "config.yaml")])
+    data = config.data.load()
+    chain = build_chain(config.model, data.task, boundaries=[2, 3, 4]).to(torch.float64)
+    chain.load_state_dict(load_file(tmp_path / "out" / "model.safetensors"))
+    saved = SavedCheckpoint(list_checkpoints(folder_of(four_stages))[-1])
+    for name, parameter in chain.named_parameters():
+        assert torch.equal(saved.read_all([name])[name], parameter), name
+    inputs, labels = data.test.gather(torch.arange(8).numpy(), None)  # type: ignore[arg-type]
+    evaluation = [line for line in read_metrics(four_stages, 3) if line["event"] == "evaluation"][-1]
+    with torch.no_grad():
+        loss = float(chain.loss(chain(inputs), labels))
+    assert loss == pytest.approx(evaluation["scores"]["4"]["loss"], rel=1e-12)
+
+
+def test_an_adaptive_horizon_goes_on_across_its_changes(tmp_path: Path):
+    """Windows grow at some of the decisions; wherever the run is cut, before or after, it goes on alike."""
+    arguments = [*GPT, *words("--parallel.stages 2 --horizon.mode adaptive --horizon.every 2 --optimizer.lr 0")]
+    train_locally([*arguments, *words("--training.steps 8")], tmp_path / "whole")
+    for steps in ("3", "5", "8"):
+        train_locally([*arguments, "--training.steps", steps], tmp_path / "parts")
+    decisions = {
+        name: [{**line, "time": 0} for line in read_metrics(tmp_path / name, 1) if line["event"] == "horizon"]
+        for name in ("whole", "parts")
+    }
+    # Without a learning rate the loss does not fall: grown at the second decision.
+    assert [line["size"] for line in decisions["whole"]] == [1, 2, 2, 2]
+    assert decisions["parts"] == decisions["whole"]
+    assert losses(tmp_path / "whole", 2) == losses(tmp_path / "parts", 2)
+
+
+def test_another_horizon_goes_on_with_new_readouts(four_stages: Path, tmp_path: Path):
+    arguments = [*FOUR, *words("--training.steps 4 --parallel.stages 1 --horizon.size 1")]
+    train_locally([*arguments, "--checkpoints.resume", str(four_stages / "begun")], tmp_path)
+    (resumed,) = [line for line in read_metrics(tmp_path, 0) if line["event"] == "resume"]
+    assert resumed["step"] == 3
+    assert {name.split(".")[1] for name in resumed["new_weights"]} == {"1"}
+
+
+def damage(checkpoint: Path, how: str) -> None:
+    file = sorted(checkpoint.glob("*.safetensors"))[-1]
+    content = bytearray(file.read_bytes())
+    if how == "a flipped bit":
+        content[-9] ^= 1
+        file.write_bytes(content)
+    elif how == "a truncated file":
+        file.write_bytes(content[:-100])
+    elif how == "a missing file":
+        file.unlink()
+    else:
+        (checkpoint / "state.json").write_text('{"format": 1}')
+
+
+DAMAGES = ["a flipped bit", "a truncated file", "a missing file", "an unreadable state"]
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_damaged_checkpoint_is_passed_over_for_an_older_one(how: str, four_stages: Path, tmp_path: Path):
+    shutil.copytree(four_stages, tmp_path / "run")
+    newest = list_checkpoints(folder_of(tmp_path / "run"))
+    assert [step_of(path) for path in newest] == [3, 6]
+    damage(newest[-1], how)
+    assert find_damage(newest[-1]) is not None
+    saved, damages = newest_undamaged(newest)
+    assert saved is not None
+    assert saved.state.step == 3
+    assert len(damages) == 1
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_without_an_undamaged_one_nothing_is_started(how: str, four_stages: Path, tmp_path: Path):
+    shutil.copytree(four_stages / "begun", tmp_path / "run")
+    (only,) = list_checkpoints(folder_of(tmp_path / "run"))
+    damage(only, how)
+    before = (tmp_path / "run" / "metrics-rank0.jsonl").read_text()
+    with pytest.raises(ValueError, match=r"no checkpoint of .*run is undamaged; set checkpoints.resume: never"):
+        train_locally([*FOUR, "--training.steps", "6"], tmp_path / "run")
+    assert (tmp_path / "run" / "metrics-rank0.jsonl").read_text() == before
+    assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "out")]) == 2
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("--model.width 32", "is of another model: it has .*'width': 16.* the configuration .*'width': 32"),
+        ("--optimizer.name sgd", "is of another optimizer: it has adamw, the configuration sgd"),
+        ("--seed 1", "the saved data state has seed 0 but this run 1"),
+        ("--checkpoints.resume nowhere", "checkpoints.resume: nowhere holds no checkpoint"),
+        ("--checkpoints.keep 0", "checkpoints.keep 0 is out of range"),
+        ("--checkpoints.every -1", "checkpoints.every -1 is out of range"),
+    ],
+)
+def test_what_does_not_fit_is_said(change: str, message: str, four_stages: Path, tmp_path: Path):
+    shutil.copytree(four_stages / "begun", tmp_path / "run")
+    with pytest.raises(ValueError, match=message):
+        train_locally([*FOUR, "--training.steps", "6", *words(change)], tmp_path / "run")
+    assert [step_of(path) for path in list_checkpoints(folder_of(tmp_path / "run"))] == [3]
+
+
+def test_the_newest_are_kept_and_a_new_start_removes_them(tmp_path: Path):
+    arguments = [*GPT, *words("--training.steps 5 --checkpoints.every 1 --checkpoints.keep 2")]
+    train_locally(arguments, tmp_path)
+    folder = folder_of(tmp_path)
+    assert [path.name for path in sorted(folder.iterdir())] == ["step-00000004", "step-00000005"]
+    train_locally([*arguments, *words("--checkpoints.resume never --checkpoints.every 0")], tmp_path)
+    assert list(folder.iterdir()) == []
+
+
+def test_a_finished_run_is_only_evaluated_again(four_stages: Path, tmp_path: Path):
+    shutil.copytree(four_stages / "begun", tmp_path / "run")
+    train_locally([*FOUR, "--training.steps", "3"], tmp_path / "run")
+    events = [line["event"] for line in read_metrics(tmp_path / "run", 0)]
+    assert events[-4:] == ["start", "resume", "evaluation", "end"]
+
+
+def test_a_save_that_fails_stops_nothing_and_is_said(tmp_path: Path):
+    tmp_path.joinpath("checkpoints").write_text("a file where the folder should be")
+    arguments = [*GPT, *words("--training.steps 3 --checkpoints.every 1 --parallel.stages 2")]
+    with pytest.raises(LocalRankError, match="training has ended, but its last checkpoint could not be saved"):
+        train_locally(arguments, tmp_path)
+    lines = read_metrics(tmp_path, 0)
+    failures = [line["failure"] for line in lines if line["event"] == "saved"]
+    assert len(failures) == 3
+    assert all("NotADirectoryError" in failure for failure in failures)
+    events = [line["event"] for line in lines]
+    assert events.count("step") == 3
+    assert events[-1] == "end"
+
+
+def save_on_a_rank(rank: int, folder: Path) -> str | None:
+    """Rank 1 finds a file where its part should be written; the others must not wait for it."""
+    name = "shard-00002-model-00001-of-00001.safetensors"
+    if rank == 1:
+        (folder / "step-00000001.partial" / name).mkdir(parents=True)
+    saver = CheckpointSaver(folder, keep=3, fingerprint={}, rank=rank, group=dist.group.WORLD)
+    saver.save(1, {f"blocks.{rank}.weight": torch.ones(3)}, {})
+    saver.wait()
+    (outcome,) = saver.take_outcomes()
+    return outcome.failure
+
+
+def test_a_save_that_fails_on_one_rank_is_known_to_all(tmp_path: Path):
+    failures = run_local_ranks(save_on_a_rank, 3, tmp_path)
+    assert all(failure is not None and "rank 1: IsADirectoryError" in failure for failure in failures)
+    assert list_checkpoints(tmp_path) == []
+
+
+def test_an_interrupted_save_leaves_the_last_good_one(tmp_path: Path):
+    saver = CheckpointSaver(tmp_path, keep=3, fingerprint={})
+    saver.save(1, {"blocks.0.weight": torch.ones(3)}, {})
+    saver.wait()
+    (tmp_path / "step-00000002.partial").mkdir()
+    (tmp_path / "step-00000002.partial" / "shard-00001-model-00001-of-00001.safetensors").write_bytes(b"half")
+    saved, damages = newest_undamaged(list_checkpoints(tmp_path))
+    assert saved is not None
+    assert (saved.state.step, damages) == (1, [])
+    assert torch.equal(saved.read_all(["blocks.0.weight"])["blocks.0.weight"], torch.ones(3))
+
+
+@pytest.fixture
+def killed_run(tmp_path: Path) -> Path:
+    """A run on 2 ranks by torchrun, killed after its second checkpoint."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["launch/train.py", *GPT, *words("--parallel.stages 2 --horizon 1 --training.steps 100000")]
+    command += ["--checkpoints.every", "3", "--training.folder", str(tmp_path / "run")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and len(list_checkpoints(folder_of(tmp_path / "run"))) < 2:
+            time.sleep(0.02)
+    finally:
+        # torchrun first: it would start other processes for dead ones, which have sessions of their own.
+        process.kill()
+        process.wait(10)
+        subprocess.run(["pkill", "-KILL", "-f", str(tmp_path / "run")], check=False)
+    return tmp_path / "run"
+
+
+def test_a_killed_run_goes_on_from_its_last_checkpoint(killed_run: Path, tmp_path: Path):
+    last = step_of(list_checkpoints(folder_of(killed_run))[-1])
+    arguments = [*GPT, *words(f"--parallel.stages 2 --horizon 1 --training.steps {last + 4}")]
+    train_locally(arguments, killed_run)
+    train_locally(arguments, tmp_path / "whole")
+    assert losses(tmp_path / "whole", 2).items() <= losses(killed_run, 2).items()
+    assert not list(folder_of(killed_run).glob("*.partial"))
+    state = json.loads((list_checkpoints(folder_of(killed_run))[-1] / "state.json").read_text())
+    assert state["step"] == last + 4

@@ -8,6 +8,7 @@ python launch/bench.py angles --blocks 16 --repeats 7
 python launch/bench.py plan --stages 2,4
 python launch/bench.py regret --cifar data/cifar-10-batches-py
 python launch/bench.py adaptive --steps 400
+python launch/bench.py checkpoint --stages 8
 """
 
 import argparse
@@ -21,6 +22,7 @@ from rich.table import Table
 
 from mpc_dist.bench.adaptive import AdaptiveSetting, bench_adaptive, draw_curves
 from mpc_dist.bench.angles import bench_angles
+from mpc_dist.bench.checkpoint import SavingSetting, bench_checkpoint
 from mpc_dist.bench.compute import ComputeSetting, bench_compute
 from mpc_dist.bench.memory import bench_memory
 from mpc_dist.bench.peers import PEERS
@@ -171,6 +173,24 @@ def run_adaptive(options: argparse.Namespace, console: Console) -> list[Row]:
     return rows
 
 
+def run_checkpoint(options: argparse.Namespace, console: Console) -> list[Row]:
+    """Mean step time with a checkpoint every few steps against none, on gloo ranks with emulated compute."""
+    setting = SavingSetting(
+        num_stages=options.stages,
+        num_microbatches=options.microbatches,
+        seconds=options.f,
+        bytes_per_rank=options.megabytes * 2**20,
+        every=options.every,
+        num_steps=options.steps,
+        repeats=options.repeats,
+    )
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("measuring", total=2 * setting.repeats)
+        rows = bench_checkpoint(setting, lambda: progress.advance(task))
+    console.print(build_table(rows, f"{options.megabytes} MiB per rank saved every {options.every} steps"))
+    return rows
+
+
 Benchmark = Callable[[argparse.Namespace, Console], list[Row]]
 
 
@@ -235,6 +255,15 @@ def build_parser() -> argparse.ArgumentParser:
     adaptive.add_argument("--every", type=int, default=50, help="steps between decisions")
     adaptive.add_argument("--seed", type=int, default=0, help="of weights and data")
     adaptive.add_argument("--out", type=Path, help="file for the figure")
+
+    checkpoint = add("checkpoint", run_checkpoint)
+    checkpoint.add_argument("--stages", type=int, default=8, help="ranks")
+    checkpoint.add_argument("--microbatches", type=int, default=4, help="micro-batches per step")
+    checkpoint.add_argument("--f", type=float, default=0.01, help="seconds of a stage's forward of one micro-batch")
+    checkpoint.add_argument("--megabytes", type=int, default=8, help="MiB that each rank saves")
+    checkpoint.add_argument("--every", type=int, default=20, help="steps between checkpoints")
+    checkpoint.add_argument("--steps", type=int, default=60, help="steps per repeat")
+    checkpoint.add_argument("--repeats", type=int, default=5, help="alternating repeats, whose median is reported")
 
     scale = add("scale", run_scale)
     scale.add_argument("--stages", type=whole_numbers, default=(4, 8, 16, 64, 256, 1024), help="numbers of stages")

@@ -86,6 +86,17 @@ def test_the_memory_benchmark_counts_more_for_longer_horizons(tmp_path: Path):
     assert [row["in flight"] for row in json.loads(out.read_text())][-1] == 4
 
 
+def test_the_checkpoint_benchmark_saves_and_compares(tmp_path: Path):
+    out = tmp_path / "rows.json"
+    options = "checkpoint --stages 2 --f 0.001 --megabytes 1 --every 2 --steps 6 --repeats 1 --json".split()
+    done = run(*options, str(out))
+    assert done.returncode == 0, done.stderr
+    without, saving = json.loads(out.read_text())
+    assert (without["system"], saving["system"]) == ("without saving", "saving")
+    assert saving["ratio"] == pytest.approx(saving["step_seconds"] / without["step_seconds"])
+    assert 0 < saving["median stall ms"] <= saving["worst ms"]
+
+
 def test_simulated_steps_of_horizons_do_not_grow_with_the_stages():
     rows = bench_scale([4, 16], [("sliding:1", False), ("sliding:2", True), ("backprop", False)], 8)
     times = {(row.windows, row.stages): row.step_seconds for row in rows}

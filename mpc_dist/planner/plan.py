@@ -97,8 +97,8 @@ class Plan:
     """h* of Algorithm 1, in blocks, for the paper's sliding windows."""
     ladder_gpus: int
     """ceil(M(h*) / M0)."""
-    realised_gpus: int | None
-    """The fewest GPUs, from the ladder's count on, on which h* fits rank by rank; None: not within the limit."""
+    realised: Candidate | None
+    """h* on the fewest GPUs, from the ladder's count on, on which it fits rank by rank; None: not within the limit."""
     why: str
     """Why the two counts differ, or that they agree."""
     notes: tuple[str, ...]
@@ -109,6 +109,11 @@ class Plan:
     """The parts of the configuration that the plan is for."""
     candidates: tuple[Candidate, ...]
     """All that were priced and fit, best first."""
+
+    @property
+    def realised_gpus(self) -> int | None:
+        """How many GPUs h* really needs."""
+        return None if self.realised is None else self.realised.num_gpus
 
     def build_costs(self) -> Costs:
         """The costs that the plan's schedule is built for."""
@@ -134,6 +139,7 @@ class Plan:
                 **content
                 | {
                     "chosen": _candidate(content["chosen"]),
+                    "realised": None if content["realised"] is None else _candidate(content["realised"]),
                     "candidates": tuple(_candidate(one) for one in content["candidates"]),
                     "notes": tuple(content["notes"]),
                 }

@@ -322,7 +322,7 @@ def make_plan(
         gpu_memory=request.gpu_memory,
         horizon=selection.horizon,
         ladder_gpus=ladder,
-        realised_gpus=None if realised is None else realised.num_gpus,
+        realised=realised,
         why=_explain(selection, request, ladder, realised),
         notes=(*notes, *selection.warnings),
         costs=planner.costs_of(ranked[0]),

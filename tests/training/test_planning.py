@@ -171,7 +171,8 @@ def test_every_rank_keeps_within_the_memory_that_was_planned_for(tmp_path: Path)
     probe = Probe(num_batches=1, repeats=1, profiles=tmp_path)
     top = max(plan_for(CONFIG, Request(gpu_memory=1e9), probe).memory.values())
     seen = set()
-    for tenths in (2, 3, 4, 5, 7, 10, 15, 20):
+    realised = set()
+    for tenths in (1, 2, 3, 4, 5, 7, 10, 15, 20):
         M0 = top * tenths / 10
         for objective in ("O1", "time"):
             try:
@@ -181,11 +182,16 @@ def test_every_rank_keeps_within_the_memory_that_was_planned_for(tmp_path: Path)
                 continue
             plan = found.plan
             assert plan.ladder_gpus == math.ceil(found.selection.choice.memory / M0 - 1e-9)
-            assert plan.realised_gpus is None or plan.realised_gpus >= plan.ladder_gpus
+            if plan.realised is not None:
+                assert plan.realised.num_gpus >= plan.ladder_gpus
+                costs = found.planner.costs_of(plan.realised)
+                assert max(measured_bytes(CONFIG, dataclasses.replace(plan, chosen=plan.realised, costs=costs))) <= M0
+                realised.add((plan.ladder_gpus, plan.realised.num_gpus))
             if not plan.chosen.checkpoint:  # what is computed again is not counted by the meter
                 assert max(measured_bytes(CONFIG, plan)) <= M0
                 seen.add(plan.chosen.num_gpus)
     assert len(seen) > 1
+    assert len(realised) > 1
 
 
 def test_trials_rank_the_finalists_by_what_they_learnt(tmp_path: Path):

@@ -49,7 +49,7 @@ class ZeroSettings:
 
     def __post_init__(self) -> None:
         if self.stage not in (1, 2):
-            raise ValueError(f"ZeRO stage {self.stage!r} is not supported; use 1 or 2")
+            raise ValueError(f"{self.source}: ZeRO stage {self.stage!r} is not supported; use 1 or 2")
         for key, ours in _NOT_OURS.items():
             if self.extra.get(key, "auto") != "auto":
                 raise ValueError(f"{self.source} sets {key!r}, which {ours} decides here; leave it out of the file")
@@ -66,8 +66,8 @@ class ZeroSettings:
             )
 
     @classmethod
-    def read(cls, path: Path, stage: Literal[1, 2]) -> "ZeroSettings":
-        """From DeepSpeed's JSON file."""
+    def read(cls, path: Path, stage: Literal[1, 2] | None = None) -> "ZeroSettings":
+        """From DeepSpeed's JSON file; the stage too, unless it is given."""
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError as error:
@@ -78,7 +78,10 @@ class ZeroSettings:
             raise ValueError(f"DeepSpeed configuration {path} cannot be read: {error}") from error
         if not isinstance(content, dict):
             raise ValueError(f"DeepSpeed configuration {path} holds a {type(content).__name__}; it must be an object")
-        return cls(stage, content, str(path))
+        zero = content.get("zero_optimization")
+        written: Any = zero.get("stage", "auto") if isinstance(zero, dict) else "auto"
+        found: Any = 1 if written == "auto" else written
+        return cls(stage or found, content, str(path))
 
     def check_clipping(self, clip_norm: float | None) -> None:
         """Raise if the settings clip to another norm than `clip_norm`."""

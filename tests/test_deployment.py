@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -79,9 +80,7 @@ def makefile_installs() -> list[list[str]]:
 def dockerfile_installs() -> list[list[list[str]]]:
     """For every RUN that makes an environment, its commands."""
     text = re.sub(r"\\\n\s*", "", DOCKERFILE.read_text())
-    runs = [
-        line.removeprefix("RUN ") for line in text.splitlines() if line.startswith("RUN ") and "pip install" in line
-    ]
+    runs = [run for run in re.findall(r"^RUN (.*)$", text, re.MULTILINE) if "pip install" in run]
     return [[shlex.split(command) for command in run.split("&&")] for run in runs]
 
 
@@ -130,7 +129,7 @@ def test_the_ranks_that_are_started_are_those_that_the_configuration_needs(read,
     monkeypatch.chdir(ROOT)
     words = [part for word in read() for part in (word.split("=", 1) if word.startswith("--") else [word])]
     assert any(Path(word).name == "torchrun" for word in words)
-    value = {name: following for name, following in zip(words, words[1:], strict=False) if name.startswith("--")}
+    value = {name: following for name, following in pairwise(words) if name.startswith("--")}
     arguments = words[words.index("launch/train.py") + 1 :]
     config, _ = ConfigParser(arguments, prog="test", description="").parse()
     launch = Launch(0, int(value["--nnodes"]) * int(value["--nproc-per-node"]), 0)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,13 +15,21 @@ from mpc_dist.runtime.local import run_local_ranks
 from mpc_dist.runtime.mesh import Launch, build_mesh
 from mpc_dist.runtime.zero import ZeroSettings
 from mpc_dist.schedule import lay_out
+from mpc_dist.training.config import ConfigParser
+from mpc_dist.training.loop import train as train_as_configured
+from mpc_dist.training.metrics import read_metrics
 from mpc_dist.windows import Windows, backprop, cumulative, sliding, tumbling
+from tests.conftest import ROOT
 from tests.examples import build_dense_chain
 
 TIMEOUT = timedelta(seconds=60)
 WIDTHS = [3, 40, 5, 40, 3, 40, 3]
 T, K, D = 6, 2, 2  # blocks, stages, replicas
 STEPS = 10
+TINY = (
+    "--model.num_blocks 2 --model.width 16 --data.context 16 --data.max_bytes 30000 --optimizer.lr 0.02 "
+    "--training.steps 3 --training.log_every 1 --training.eval_batches 1"
+).split()
 
 
 def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -182,6 +191,14 @@ def train_beside_a_stage_without_weights(rank: int) -> list[dict[str, Tensor]]:
     return found
 
 
+def train_shipped(rank: int, folder: str) -> None:
+    """The shipped configuration, smaller, by the training loop; it leaves the group at its end."""
+    given = ["--config", str(ROOT / "configs/gpt_zero_small.yaml"), "--training.folder", folder, *TINY]
+    file = ["--data_parallel.deepspeed_config", str(ROOT / "configs/deepspeed/zero1.json")]
+    config, _ = ConfigParser([*given, *file], prog="test", description="").parse()
+    train_as_configured(config, Launch(rank, config.num_ranks, rank), is_quiet=True)
+
+
 @dataclass(frozen=True)
 class Everything:
     trained: dict[tuple[str, int | None], Trained]
@@ -190,17 +207,24 @@ class Everything:
     beside: list[dict[str, Tensor]]
 
 
-def run_everything(rank: int) -> Everything:
+def run_everything(rank: int, folder: str) -> Everything:
     """All of it on the same ranks: importing DeepSpeed takes each of them seconds."""
     trained = {
         (name, stage): train(rank, replace(case, stage=stage)) for name, case in CASES.items() for stage in (None, 1, 2)
     }
-    return Everything(trained, resume_all(rank), refuse_all(rank), train_beside_a_stage_without_weights(rank))
+    found = Everything(trained, resume_all(rank), refuse_all(rank), train_beside_a_stage_without_weights(rank))
+    train_shipped(rank, folder)
+    return found
 
 
 @pytest.fixture(scope="module")
-def by_rank() -> list[Everything]:
-    return run_local_ranks(run_everything, K * D, timeout=200)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("shipped")
+
+
+@pytest.fixture(scope="module")
+def by_rank(folder: Path) -> list[Everything]:
+    return run_local_ranks(run_everything, K * D, str(folder), timeout=250)
 
 
 def assert_alike(found: dict[str, Tensor], expected: dict[str, Tensor], message: str) -> None:
@@ -269,6 +293,14 @@ def test_what_zero_cannot_do_is_refused(by_rank):
         assert windows == "windows cannot change while DeepSpeed shares the optimizer: it takes no new parameters"
         assert "the optimizer's state is of other parameters" in state
         assert dtype == "DeepSpeed's ZeRO keeps weights in float32 here, got torch.float64; use dtype float32"
+
+
+def test_the_shipped_configuration_trains(by_rank, folder):
+    for rank in range(K * D):
+        steps = [line for line in read_metrics(folder, rank) if line["event"] == "step"]
+        assert [line["step"] for line in steps] == [1, 2, 3]
+        (boundary,) = steps[0]["losses"]
+        assert steps[-1]["losses"][boundary] < steps[0]["losses"][boundary]
 
 
 def test_a_single_replica_has_nobody_to_share_with():

@@ -3,6 +3,8 @@
 torchrun --standalone --nproc-per-node 2 launch/train.py --config configs/gpt_train.yaml
 python launch/train.py --config configs/res_mlp.yaml --training.steps 200
 torchrun --standalone --nproc-per-node 4 launch/train.py --config configs/gpt_train.yaml --plan runs/plan/plan.yaml
+accelerate launch --config_file configs/accelerate/cpu_2ranks.yaml launch/train.py --config configs/gpt_train.yaml
+deepspeed --num_gpus 2 launch/train.py --config configs/gpt_train.yaml
 """
 
 import sys
@@ -11,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from mpc_dist.runtime.mesh import Launch
+from mpc_dist.training.accelerate import obey_accelerate
 from mpc_dist.training.auto import train_as_planned
 from mpc_dist.training.config import ConfigParser
 
@@ -23,7 +26,9 @@ def main() -> int:
     try:
         parser = ConfigParser(sys.argv[1:], prog="train.py", description="Train a model with MPC gradients.")
         parser.parser.add_argument("--plan", type=str, default=None, help="A plan of `mpc-dist plan` to run.")
+        parser.parser.add_argument("--local_rank", type=int, help="Given by the deepspeed launcher; not needed.")
         config, options = parser.parse()
+        config = obey_accelerate(config, launch.accelerate, parser.given())
         config, scores = train_as_planned(config, launch, None if options.plan is None else Path(options.plan))
     except (ValueError, OSError) as error:
         # Every rank finds the same mistake: one of them says it.

@@ -6,7 +6,7 @@ all-reduces of a stage stay on the host, and only activations cross between host
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -23,6 +23,8 @@ class Launch:
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
+    accelerate: Mapping[str, str] = field(default_factory=dict)
+    """The ACCELERATE_* variables, in which `accelerate launch` hands on its file; empty under other launchers."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "Launch":
@@ -32,7 +34,10 @@ class Launch:
             rank, world_size, local_rank = (int(environment.get(name, given)) for name, given in defaults.items())
         except ValueError as error:
             raise ValueError(f"RANK, WORLD_SIZE and LOCAL_RANK must be whole numbers ({error})") from error
-        return cls(rank, world_size, local_rank)
+        accelerate = {name: value for name, value in environment.items() if name.startswith("ACCELERATE_")}
+        # It always sets this one; others may be left over in a shell.
+        is_launched = "ACCELERATE_MIXED_PRECISION" in accelerate
+        return cls(rank, world_size, local_rank, accelerate if is_launched else {})
 
 
 @dataclass(frozen=True)
@@ -64,9 +69,10 @@ def check_world(launch: Launch, *, num_stages: int, num_replicas: int) -> None:
     """Raise unless the launcher started as many processes as the configuration needs."""
     needed = num_stages * num_replicas
     if launch.world_size != needed:
+        started = "num_processes of the accelerate file" if launch.accelerate else "torchrun --nproc-per-node"
         raise ValueError(
             f"{launch.world_size} processes were started, but {num_stages} stages x {num_replicas} replicas need "
-            f"{needed}; start {needed} (torchrun --nproc-per-node), or set parallel.stages and data_parallel.degree so"
+            f"{needed}; start {needed} ({started}), or set parallel.stages and data_parallel.degree so"
         )
 
 

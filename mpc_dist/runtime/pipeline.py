@@ -29,6 +29,7 @@ from mpc_dist.runtime.transport import (
     Transport,
     connect_in_memory,
 )
+from mpc_dist.runtime.zero import ZeroOptimizer, ZeroSettings, check_weights
 from mpc_dist.schedule import Costs, Layout, build_schedule, lay_out, split_evenly, validate
 from mpc_dist.windows import Windows, expand, sliding
 
@@ -69,8 +70,14 @@ class Pipeline:
         cap: int | None = None,
         costs: Costs | None = None,
         options: StageOptions | None = None,
+        zero: ZeroSettings | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
     ) -> None:
+        """With `zero`, the replicas of each stage share its optimizer through DeepSpeed."""
+        if zero is not None and mesh.replicas is None:
+            raise ValueError(
+                "ZeRO shares an optimizer among replicas, but every stage has one; use 2 or more, or no ZeRO"
+            )
         if layout.num_ranks != mesh.num_stages:
             raise ValueError(
                 f"the layout has {layout.num_ranks} stages but the mesh {mesh.num_stages}; make them agree"
@@ -87,6 +94,9 @@ class Pipeline:
         self._loss = loss
         self._optimizer = optimizer
         self._options = options or StageOptions()
+        self._zero = zero
+        if zero is not None:
+            check_weights(self.named_parameters().values())
         self._shared_head = self._share_head() if mesh.num_stages > 1 else None
         self._stage: Stage | None = None
         self._transport: DistributedTransport | None = None
@@ -119,7 +129,9 @@ class Pipeline:
 
     def collect_state(self) -> dict[str, Tensor]:
         """Copies of all that this rank needs to go on later, by their names in the whole chain."""
-        return state.collect(self.modules, self.stage.optimizer, stage=self.mesh.stage, replica=self.mesh.replica)
+        return state.collect(
+            self.modules, self.stage.stateful_optimizer, stage=self.mesh.stage, replica=self.mesh.replica
+        )
 
     def restore_state(self, saved: state.Saved, *, step: int) -> list[str]:
         """Go on from what was saved after `step`, by any layout; the names of weights that it did not have.
@@ -127,7 +139,7 @@ class Pipeline:
         Every rank calls it, after `prepare`.
         """
         missing = state.restore(
-            self.modules, self.stage.optimizer, saved, stage=self.mesh.stage, replica=self.mesh.replica
+            self.modules, self.stage.stateful_optimizer, saved, stage=self.mesh.stage, replica=self.mesh.replica
         )
         self.stage.randomness.step = step
         if self._shared_head is not None:
@@ -143,6 +155,7 @@ class Pipeline:
         size += sum(buffer.nbytes for module in modules for buffer in module.buffers())
         states = self.stage.optimizer.state.values() if self.stage.optimizer is not None else ()
         size += sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
+        size += self.stage.zero.master_bytes if self.stage.zero is not None else 0
         return size + (self._transport.posted_bytes if self._transport is not None else 0)
 
     def prepare(self, inputs: Tensor, labels: Tensor) -> None:
@@ -169,6 +182,8 @@ class Pipeline:
 
         Readouts that have not been used before begin with their initial weights. Every rank calls it.
         """
+        if self._zero is not None:
+            raise ValueError("windows cannot change while DeepSpeed shares the optimizer: it takes no new parameters")
         self.close()
         before = self._stage
         partition = [len(self.layout.stage_blocks(rank)) for rank in range(self.layout.num_ranks)]
@@ -282,7 +297,9 @@ class Pipeline:
         readouts = {s: self._readouts[s] for s in self._boundaries()}
 
         def sum_over_stages(value: Tensor) -> None:
-            dist.all_reduce(value, group=mesh.stages)
+            there = value.to(mesh.device)  # that of a stage without weights is not there yet
+            dist.all_reduce(there, group=mesh.stages)
+            value.copy_(there)
 
         def go_on(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
             if before is None or before.optimizer is None:
@@ -304,6 +321,7 @@ class Pipeline:
             optimizer=go_on,
             options=self._options,
             reducer=AllReduceReducer(mesh.replicas) if mesh.replicas is not None else None,
+            sharding=self._shard if self._zero is not None else None,
             shared_head=self._shared_head,
             sum_over_stages=sum_over_stages if mesh.stages is not None else None,
             replica=mesh.replica,
@@ -311,6 +329,19 @@ class Pipeline:
         if before is not None:
             stage.randomness.step = before.randomness.step
         return stage
+
+    def _shard(self, optimizer: torch.optim.Optimizer, modules: nn.Module) -> ZeroOptimizer:
+        assert self._zero is not None
+        assert self.mesh.replicas is not None
+        options = self._options
+        return ZeroOptimizer(
+            optimizer,
+            modules,
+            self._zero,
+            group=self.mesh.replicas,
+            clip_norm=options.clip_norm,
+            stages=self.mesh.stages if options.clip_norm is not None and options.clip_scope == "global" else None,
+        )
 
 
 def build_pipeline(

@@ -13,12 +13,16 @@ from mpc_dist.runtime.executor import Executor, StepRecord
 from mpc_dist.runtime.randomness import Randomness, has_dropout
 from mpc_dist.runtime.segment import Scope, Segment
 from mpc_dist.runtime.shared_head import SharedHead
+from mpc_dist.runtime.state import NamedOptimizer, StatefulOptimizer
 from mpc_dist.runtime.transport import Transport
+from mpc_dist.runtime.zero import ZeroOptimizer
 from mpc_dist.schedule import Layout, Schedule
 from mpc_dist.schedule.action import Action, Op
 from mpc_dist.schedule.work import Work
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+Sharding = Callable[[torch.optim.Optimizer, nn.Module], ZeroOptimizer]
+"""(a stage's optimizer, its modules) -> what shares it among the stage's replicas."""
 
 
 class Reducer(Protocol):
@@ -65,11 +69,15 @@ class Stage:
         optimizer: OptimizerFactory,
         options: StageOptions,
         reducer: Reducer | None = None,
+        sharding: Sharding | None = None,
         shared_head: SharedHead | None = None,
         sum_over_stages: Callable[[Tensor], None] | None = None,
         replica: int = 0,
     ) -> None:
-        """`blocks` and `readouts` are this rank's, by their index and boundary in the chain."""
+        """`blocks` and `readouts` are this rank's, by their index and boundary in the chain.
+
+        With `sharding`, what it makes reduces and updates in the reducer's and the optimizer's place.
+        """
         self.layout = layout
         self.schedule = schedule
         self.rank = rank
@@ -83,6 +91,9 @@ class Stage:
         self._sum_over_stages = sum_over_stages
         self.parameters = [p for _, p in self.named_parameters() if p.requires_grad]
         self.optimizer = optimizer(self.parameters) if self.parameters else None
+        self.zero: ZeroOptimizer | None = None
+        if sharding is not None and self.optimizer is not None:
+            self._reducer = self.zero = sharding(self.optimizer, self._as_module())
         work = Work(layout, schedule.num_microbatches, schedule.is_split)
         scope = self._scope()
         self.segments = {index: self._build_segment(index, work, loss, scope) for index in layout.segments[rank]}
@@ -102,6 +113,13 @@ class Stage:
             for index, module in modules.items():
                 for name, parameter in module.named_parameters():
                     yield f"{kind}.{index}.{name}", parameter
+
+    @property
+    def stateful_optimizer(self) -> StatefulOptimizer | None:
+        """The optimizer with its state by parameter; None without weights to train."""
+        if self.zero is not None or self.optimizer is None:
+            return self.zero
+        return NamedOptimizer(self.optimizer, {name: p for name, p in self.named_parameters() if p.requires_grad})
 
     def train(self, mode: bool = True) -> None:
         """Put every module into training or evaluation mode."""
@@ -195,14 +213,27 @@ class Stage:
     def _update(self) -> None:
         if self._reducer is not None:
             self._reducer.finish()
+        if self.zero is not None:
+            self.zero.step()
+        else:
+            self._step()
+        if self._shared_head is not None:
+            self._shared_head.start()
+        self.randomness.step += 1
+
+    def _step(self) -> None:
         if self._options.clip_norm is not None:
             self._clip(self._options.clip_norm)
         if self.optimizer is not None:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
-        if self._shared_head is not None:
-            self._shared_head.start()
-        self.randomness.step += 1
+
+    def _as_module(self) -> nn.Module:
+        """Blocks and readouts as one module, in which parameters have the names of `named_parameters`."""
+        parts = {"blocks": self.blocks, "readouts": self.readouts}
+        return nn.ModuleDict(
+            {kind: nn.ModuleDict({str(i): m for i, m in part.items()}) for kind, part in parts.items()}
+        )
 
     def _await_head(self) -> None:
         if self._shared_head is not None:
@@ -213,7 +244,8 @@ class Stage:
         if self._options.clip_scope == "stage" or self._sum_over_stages is None:
             torch.nn.utils.clip_grad_norm_(self.parameters, max_norm)
             return
-        squares = torch.stack([gradient.float().square().sum() for gradient in gradients]).sum()
+        # A stage without weights takes part with a norm of zero.
+        squares = torch.stack([gradient.float().square().sum() for gradient in gradients] or [torch.zeros(())]).sum()
         self._sum_over_stages(squares)
         torch.nn.utils.clip_grads_with_norm_(self.parameters, max_norm, squares.sqrt())
 

@@ -4,7 +4,7 @@ Names are those of the whole chain, by block, so that any other partition finds 
 its own (batch norm's statistics); weights and optimizer state are the same on all and are kept once.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 import torch
@@ -14,6 +14,44 @@ OPTIMIZER, BUFFERS, RANDOM = "optimizer", "buffers", "random"
 
 Modules = Mapping[str, nn.Module]
 """A rank's parts by their names in the chain: `blocks.3`, `readouts.4`."""
+
+
+OptimizerStates = Mapping[str, Mapping[str, Tensor]]
+"""Of each parameter by name: what an optimizer keeps of it, as if it were not shared with anybody."""
+
+
+class StatefulOptimizer(Protocol):
+    """An optimizer whose state can be had and given by parameter."""
+
+    def full_state(self) -> OptimizerStates:
+        """Everything; the replicas of a stage call it together."""
+
+    def load_full_state(self, state: OptimizerStates) -> None:
+        """Go on from it, and from the weights as they are now."""
+
+
+class NamedOptimizer:
+    """An ordinary optimizer of torch with the names of its parameters."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter]) -> None:
+        self._optimizer = optimizer
+        self._names = {parameter: name for name, parameter in named.items()}
+
+    def full_state(self) -> OptimizerStates:
+        """Everything that is a tensor; what an optimizer does not use is None."""
+        return {
+            name: {key: value for key, value in self._optimizer.state[parameter].items() if value is not None}
+            for parameter, name in self._names.items()
+            if parameter in self._optimizer.state
+        }
+
+    def load_full_state(self, state: OptimizerStates) -> None:
+        """Go on from it; parameters that it does not have begin anew."""
+        content = self._optimizer.state_dict()
+        ordered = [self._names[parameter] for group in self._optimizer.param_groups for parameter in group["params"]]
+        content["state"] = {index: dict(state[name]) for index, name in enumerate(ordered) if state.get(name)}
+        # The library puts each on its parameter's device, and counts of steps where its kernels want them.
+        self._optimizer.load_state_dict(content)
 
 
 class Saved(Protocol):
@@ -45,18 +83,14 @@ def named_buffers(modules: Modules) -> dict[str, Tensor]:
     return found
 
 
-def collect(
-    modules: Modules, optimizer: torch.optim.Optimizer | None, *, stage: int, replica: int
-) -> dict[str, Tensor]:
+def collect(modules: Modules, optimizer: StatefulOptimizer | None, *, stage: int, replica: int) -> dict[str, Tensor]:
     """Copies, in main memory, of all that this rank keeps: training may go on while they are written."""
     parameters = named_parameters(modules)
     tensors: dict[str, Tensor] = {**parameters}
     tensors |= {f"{BUFFERS}.{replica}.{name}": value for name, value in named_buffers(modules).items()}
     if optimizer is not None:
-        for name, parameter in parameters.items():
-            for key, value in optimizer.state.get(parameter, {}).items():
-                if value is not None:  # SGD without momentum
-                    tensors[f"{OPTIMIZER}.{name}.{key}"] = torch.as_tensor(value)
+        for name, entries in optimizer.full_state().items():
+            tensors |= {f"{OPTIMIZER}.{name}.{key}": value for key, value in entries.items()}
     tensors[f"{RANDOM}.{stage}.{replica}"] = torch.get_rng_state()
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         tensors[f"{RANDOM}.{stage}.{replica}.cuda"] = torch.cuda.get_rng_state()
@@ -68,7 +102,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def restore(
-    modules: Modules, optimizer: torch.optim.Optimizer | None, saved: Saved, *, stage: int, replica: int
+    modules: Modules, optimizer: StatefulOptimizer | None, saved: Saved, *, stage: int, replica: int
 ) -> list[str]:
     """Put saved tensors in place; returns the names of weights that were not among them and keep their values.
 
@@ -92,27 +126,22 @@ def restore(
             )
     saved.read(weights)
     if optimizer is not None:
-        _restore_optimizer(parameters, optimizer, saved)
+        trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
+        optimizer.load_full_state(_read_optimizer(trained, saved))
     _restore_random(saved, stage, replica)
     return missing
 
 
-def _restore_optimizer(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, saved: Saved) -> None:
-    names = {parameter: name for name, parameter in parameters.items()}
-    content = optimizer.state_dict()
-    ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    states: dict[str, dict[str, Tensor]] = {}  # by the parameter's name, then the state's
-    for name, described in saved.described.items():
-        if name.startswith(f"{OPTIMIZER}."):
-            parameter_name, _, key = name.removeprefix(f"{OPTIMIZER}.").rpartition(".")
-            states.setdefault(parameter_name, {})[key] = torch.empty_like(described, device="cpu")
-    content["state"] = {
-        index: states[names[parameter]] for index, parameter in enumerate(ordered) if names[parameter] in states
-    }
-    own = {names[parameter] for parameter in ordered} & set(states)
-    saved.read({f"{OPTIMIZER}.{name}.{key}": value for name in own for key, value in states[name].items()})
-    # The library puts each on its parameter's device, and counts of steps where its kernels want them.
-    optimizer.load_state_dict(content)
+def _read_optimizer(names: Iterable[str], saved: Saved) -> dict[str, dict[str, Tensor]]:
+    """The saved optimizer state of these parameters; empty of one that has none."""
+    states: dict[str, dict[str, Tensor]] = {name: {} for name in names}
+    into: dict[str, Tensor] = {}
+    for full_name, described in saved.described.items():
+        name, _, key = full_name.removeprefix(f"{OPTIMIZER}.").rpartition(".")
+        if full_name.startswith(f"{OPTIMIZER}.") and name in states:
+            states[name][key] = into[full_name] = torch.empty_like(described, device="cpu")
+    saved.read(into)
+    return states
 
 
 def _restore_random(saved: Saved, stage: int, replica: int) -> None:

@@ -97,8 +97,22 @@ class Config:
                 "use a multiple of parallel.microbatches"
             )
         check_whole("seed", self.seed, minimum=0, maximum=MAX_SEED)
+        self._check_sharding()
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("device 'cuda' is not available on this machine; use 'cpu' or 'auto'")
+
+    def _check_sharding(self) -> None:
+        zero = self.data_parallel.read_zero()
+        if zero is None:
+            return
+        zero.check_clipping(self.training.clip_norm)
+        if self.horizon.mode == "adaptive":
+            raise ValueError(
+                "horizon.mode adaptive adds readouts while training, which data_parallel.sharding deepspeed cannot "
+                "take into its optimizer; use another mode, or sharding none"
+            )
+        if self.dtype != "float32":
+            raise ValueError(f"data_parallel.sharding deepspeed works in float32, got dtype {self.dtype}; use float32")
 
     @property
     def partition(self) -> tuple[int, ...]:
@@ -168,6 +182,16 @@ class ConfigParser:
             # The library's own extras: a file per section, and shell completion.
             if action.option_strings and action.option_strings[0] in _unsupported_options():
                 action.help = SUPPRESS
+
+    def given(self) -> dict[str, str]:
+        """The fields that files or the command line give, by their path, and where."""
+        found: dict[str, str] = {}
+        for path, content in self._files:
+            for key, value in content.items():
+                inner = value if key in SECTIONS and isinstance(value, Mapping) else ()
+                found |= dict.fromkeys([key, *(f"{key}.{name}" for name in inner)], path)
+        options = [word.partition("=")[0] for word in self._argv if word.startswith("--")]
+        return found | {option.removeprefix("--"): option for option in options}
 
     def parse(self) -> tuple[Config, Namespace]:
         """The configuration, and all parsed values for the command's own options."""

@@ -22,6 +22,7 @@ from mpc_dist.runtime.executor import StepRecord
 from mpc_dist.runtime.mesh import Launch, Mesh, build_mesh, check_world
 from mpc_dist.runtime.pipeline import Pipeline
 from mpc_dist.runtime.stage import Score, StageOptions
+from mpc_dist.runtime.zero import check_settings
 from mpc_dist.schedule import Costs, lay_out
 from mpc_dist.training.checkpoint import CheckpointSaver, SavedCheckpoint
 from mpc_dist.training.checkpoint_folder import folder_of
@@ -46,6 +47,9 @@ def train(config: Config, launch: Launch, *, costs: Costs | None = None, is_quie
     parallel = config.parallel
     check_world(launch, num_stages=parallel.stages, num_replicas=config.data_parallel.degree)
     resume = Resume(config, launch.rank)
+    zero = config.data_parallel.read_zero()
+    if zero is not None:
+        check_settings(zero, config.training.clip_norm, config.torch_device.type)
     data = config.data.load()
     parts = build_parts(config.model, data.task, readout=config.readout.kind, seed=config.seed)
     batches = Batches(data.train, batch_size=config.batch_size * config.data_parallel.degree, seed=config.seed)
@@ -80,6 +84,7 @@ def train(config: Config, launch: Launch, *, costs: Costs | None = None, is_quie
             seed=config.seed,
             record_times=True,
         ),
+        zero=zero,
         timeout=timeout,
     )
     with pipeline:

@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from mpc_dist.runtime.zero import ZeroSettings
 from mpc_dist.validation import check_real, check_whole, suggest
 from mpc_dist.windows import Windows, backprop, cumulative, expand, loco, sliding, tumbling
 
@@ -94,9 +96,32 @@ class DataParallelConfig:
 
     degree: int = 1
     """Replicas of every stage."""
+    sharding: Literal["none", "deepspeed"] = "none"
+    """deepspeed: the replicas of a stage share its optimizer's state through ZeRO, each holding 1 / degree of it."""
+    stage: Literal[1, 2] | None = None
+    """ZeRO stage. 1: optimizer state; 2: reduced gradients too; null: as in deepspeed_config, or 1."""
+    deepspeed_config: str | None = None
+    """DeepSpeed's JSON file for what is not decided here, e.g. configs/deepspeed/zero1.json."""
 
     def __post_init__(self) -> None:
         check_whole("data_parallel.degree", self.degree, minimum=1)
+        if self.sharding == "deepspeed" and self.degree == 1:
+            raise ValueError(
+                "data_parallel.sharding deepspeed shares a stage's optimizer among its replicas, but "
+                "data_parallel.degree is 1; use 2 or more, or sharding none"
+            )
+        if self.sharding == "none" and (self.stage is not None or self.deepspeed_config is not None):
+            raise ValueError(
+                "data_parallel.stage and data_parallel.deepspeed_config need data_parallel.sharding deepspeed, got none"
+            )
+
+    def read_zero(self) -> ZeroSettings | None:
+        """What DeepSpeed is told; None without sharding."""
+        if self.sharding == "none":
+            return None
+        if self.deepspeed_config is None:
+            return ZeroSettings(self.stage or 1)
+        return ZeroSettings.read(Path(self.deepspeed_config), self.stage)
 
 
 @dataclass(frozen=True)

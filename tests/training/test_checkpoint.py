@@ -49,6 +49,11 @@ LAYOUTS = {
         *GPT,
         *words("--parallel.stages 2 --data_parallel.degree 2 --horizon 1 --readout.kind shared --parallel.split true"),
     ],
+    "2 stages x 2 replicas, optimizer shared by ZeRO": [
+        *GPT,
+        *words("--parallel.stages 2 --data_parallel.degree 2 --data_parallel.sharding deepspeed"),
+        *words("--data_parallel.stage 2 --horizon 1 --dtype float32"),
+    ],
     "batch norm in one process, rate of the paper": [
         *RESNET,
         *words("--optimizer.scheduler drop_on_rise --data.num_test 1777 --optimizer.lr 0.5"),
@@ -105,6 +110,19 @@ def test_another_layout_goes_on_alike(stages, replicas, batch, four_stages: Path
     ours, theirs = saved.read_all(weights), again.read_all(weights)
     for name in weights:
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-7, atol=1e-9, msg=name)
+
+
+def test_a_shared_optimizer_goes_on_unshared(tmp_path: Path):
+    """The state of ZeRO's parts is saved whole: a run without sharding goes on from it, and the other way round."""
+    arguments = [*GPT, *words("--horizon 1 --dtype float32 --model.dropout 0 --data_parallel.degree 2")]
+    shared = words("--data_parallel.sharding deepspeed --data_parallel.stage 1")
+    train_locally([*arguments, *words("--training.steps 6")], tmp_path / "plain")
+    for number, sharding in enumerate([shared, [], shared]):
+        train_locally([*arguments, *sharding, "--training.steps", str(2 * (number + 1))], tmp_path / "mixed")
+    plain, mixed = losses(tmp_path / "plain", 2), losses(tmp_path / "mixed", 2)
+    assert plain.keys() == mixed.keys()
+    for key, loss in plain.items():
+        assert mixed[key] == pytest.approx(loss, rel=1e-5), key  # float32, summed in another order
 
 
 def test_export_is_the_trained_model(four_stages: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from mpc_dist import __version__
-from mpc_dist.commands import angles, demo, plan, schedule
+from mpc_dist.commands import angles, demo, plan, report, schedule
 from mpc_dist.validation import look_up
 
 EXIT_BAD_INPUT = 2
@@ -26,6 +26,7 @@ COMMANDS = {
     "angles": Command(angles.run, angles.SUMMARY),
     "demo": Command(demo.run, demo.SUMMARY),
     "plan": Command(plan.run, plan.SUMMARY),
+    "report": Command(report.run, report.SUMMARY),
     "schedule": Command(schedule.run, schedule.SUMMARY),
 }
 

@@ -51,7 +51,7 @@ def bubble_by_step(runs: Sequence[Shown]) -> Panel:
     )
     title = "Bubble by step"
     if not series:
-        return Panel("bubble-by-step", title, "", missing="No bubble: no step was written yet.")
+        return Panel("bubble-by-step", title, "", missing="No bubble: no step after the first was written yet.")
     chart = LineChart(
         series,
         "step",

@@ -197,8 +197,9 @@ class Run:
 
     @cached_property
     def bubbles(self) -> tuple[Point, ...]:
-        """The bubble of each step, averaged over ranks."""
-        return _average((one.step, one.elapsed, one.bubble) for rank in self.ranks for one in rank.steps)
+        """The bubble of each step but the first, averaged over ranks."""
+        later = (one for rank in self.ranks for one in rank.steps if one.step > 1)
+        return _average((one.step, one.elapsed, one.bubble) for one in later)
 
     @cached_property
     def last_evaluation(self) -> Evaluation | None:

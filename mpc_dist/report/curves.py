@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mpc_dist.report.panel import Drawing, LegendEntry, Panel, Shown, Table, format_percent
+from mpc_dist.report.panel import Drawing, LegendEntry, Panel, Shown, Table
 from mpc_dist.report.run import Point
 from mpc_dist.report.svg import LineChart, Series
 
@@ -45,7 +45,7 @@ def throughput(runs: Sequence[Shown]) -> Panel:
 def bubble_by_step(runs: Sequence[Shown]) -> Panel:
     """The share of each step in which ranks waited."""
     series = tuple(
-        Series(one.name, tuple((point.step, point.value) for point in one.run.bubbles), one.style)
+        Series(one.name, tuple((point.step, 100 * point.value) for point in one.run.bubbles), one.style)
         for one in runs
         if one.run.bubbles
     )
@@ -55,11 +55,11 @@ def bubble_by_step(runs: Sequence[Shown]) -> Panel:
     chart = LineChart(
         series,
         "step",
-        "bubble",
+        "bubble (%)",
         format_x=_format_step,
-        format_y=format_percent,
-        tick_y=lambda share: f"{100 * share:.4g} %",
+        format_y=lambda share: f"{share:.1f} %",
         from_zero=True,
+        least_span=10,
         whole_x=True,
     )
     caption = "The share of each logged step in which a rank neither computed nor updated, averaged over ranks."
@@ -82,18 +82,18 @@ def accuracy_by_boundary(runs: Sequence[Shown]) -> Panel:
     drawn = classified if is_accuracy else evaluated
     series = []
     for one, last in drawn:
-        values = ((s, score.accuracy if is_accuracy else score.loss) for s, score in last.exits.items())
+        values = ((s, _percent(score.accuracy) if is_accuracy else score.loss) for s, score in last.exits.items())
         points = tuple((float(s), value) for s, value in values if value is not None)
         series.append(Series(one.name, points, one.style, one.shape))
     num_blocks = max(one.run.num_blocks for one, _ in drawn)
     chart = LineChart(
         tuple(series),
         "boundary (blocks before the exit)",
-        "test accuracy" if is_accuracy else "test loss",
+        "test accuracy (%)" if is_accuracy else "test loss",
         format_x=lambda s: f"boundary {s:g}",
-        format_y=(lambda share: f"{100 * share:.1f} %") if is_accuracy else _four_digits,
-        tick_y=(lambda share: f"{100 * share:.4g} %") if is_accuracy else None,
+        format_y=(lambda share: f"{share:.2f} %") if is_accuracy else _four_digits,
         may_log=not is_accuracy,
+        least_span=4 if is_accuracy else 0,
         x_ticks=tuple(map(float, range(1, num_blocks + 1))),
         x_limits=(0.5, num_blocks + 0.5),
     )
@@ -134,7 +134,7 @@ def horizon_history(runs: Sequence[Shown]) -> Panel:
         *([f"{_join(fixed)}: trained with a fixed horizon."] if fixed else []),
     ]
     if not adaptive:
-        return Panel("horizon-history", title, "", missing="No horizon history: " + " ".join(notes), is_wide=True)
+        return Panel("horizon-history", title, "", missing=" ".join(notes), is_wide=True)
     sizes = tuple(
         Series(
             one.name,
@@ -251,6 +251,10 @@ def _legend_of(runs: Sequence[Shown], swatch: str) -> tuple[LegendEntry, ...]:
 
 def _join(names: Sequence[str]) -> str:
     return ", ".join(names)
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else 100 * share
 
 
 def _format_step(step: float) -> str:

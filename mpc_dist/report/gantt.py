@@ -40,7 +40,8 @@ def timeline(runs: Sequence[Shown]) -> Panel:
         title,
         "The median of the last steps, from the end of one update to the end of the next, above the same schedule "
         "simulated from the measured times of its actions with free messages. Numbers are micro-batches; the share at "
-        "the right is the bubble: the time in which the rank waits, loads its batch or writes metrics.",
+        "the right is the bubble: the time in which the rank waits, loads its batch or writes metrics. A rank that is "
+        "faster than the next runs ahead of it.",
         drawings,
         (*legend, LegendEntry("idle (bubble)", "plain", "hatch")),
         notes=tuple(notes),
@@ -54,11 +55,15 @@ def _describe(found: Replay) -> str:
         f"Step {found.step:,}: {format_seconds(found.measured_seconds)} measured with a bubble of "
         f"{measured}, {format_seconds(found.simulated_seconds)} simulated with {simulated}."
     )
+    if found.lag > 0:
+        words += (
+            f" No barrier ties the ranks: the last one was {format_seconds(found.lag)} further behind than it is drawn."
+        )
     slow = found.straggler
     if slow is not None:
         words += (
-            f" Rank {slow.rank} stands out: it computes for {format_seconds(slow.busy)} of the step, far longer than "
-            "the others. Is its part larger, or its machine busy?"
+            f" Rank {slow} stands out: it computes for {format_seconds(found.median_busy[slow])} in the median step, "
+            "far longer than the others. Is its part larger, or its machine busy?"
         )
     return words
 

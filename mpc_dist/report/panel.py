@@ -97,4 +97,5 @@ class Panel:
 
 def format_percent(share: float) -> str:
     """A share with one decimal where it is small enough to matter."""
-    return f"{100 * share:.1f} %" if 0.0005 <= share < 0.0995 else f"{100 * share:.0f} %"
+    digits = 1 if 0.0005 <= share < 0.0995 else 0
+    return f"{100 * share:.{digits}f}\u00a0%"

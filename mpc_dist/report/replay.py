@@ -1,5 +1,6 @@
 """One measured step of a run beside the same step simulated, on a time axis that starts at 0 for both."""
 
+import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -54,8 +55,10 @@ class Replay:
     simulated: tuple[Row, ...]
     simulated_seconds: float
     """Step time in steady state, from the median time of each kind of action."""
-    num_timelines: int
-    """Of how many steps those medians are."""
+    lag: float
+    """Seconds by which measured ranks were drawn closer together than they ran."""
+    median_busy: tuple[float, ...]
+    """By rank: the median over the last steps of the seconds in which it computed or updated."""
 
     @property
     def measured_seconds(self) -> float:
@@ -68,10 +71,11 @@ class Replay:
         return max(row.end for row in (*self.measured, *self.simulated))
 
     @property
-    def straggler(self) -> Row | None:
-        """A rank that computed far longer than the others, if one did."""
-        slowest = max(self.measured, key=lambda row: row.busy)
-        return slowest if slowest.busy > STRAGGLING * statistics.median(row.busy for row in self.measured) else None
+    def straggler(self) -> int | None:
+        """A rank that computes far longer than the others, if one does."""
+        slowest = max(self.median_busy)
+        is_slow = slowest > STRAGGLING * statistics.median(self.median_busy)
+        return self.median_busy.index(slowest) if is_slow else None
 
 
 def mean_idle_share(rows: Sequence[Row]) -> float:
@@ -103,13 +107,14 @@ def replay(run: Run) -> Replay:
         costs=None if run.plan is None else run.plan.build_costs(),
     )
     costs = measure_costs([one.timelines[step] for one in ranks for step in steps])
-    # Without a barrier a fast rank runs ahead, and the longer, the further: an early step draws them close together.
     before, now = (
         simulate(schedule, layout, costs, num_steps=count).timeline for count in (DRAWN_STEP - 1, DRAWN_STEP)
     )
     simulated = [Row(rank, before[rank][-1].end, row[-1].end, row) for rank, row in enumerate(now)]
     seconds = simulate(schedule, layout, costs).step_time
-    return Replay(chosen, _from_zero(rows_by_step[chosen]), _from_zero(simulated), seconds, len(steps))
+    measured, lag = draw_close(rows_by_step[chosen])
+    busy = (statistics.median(rows_by_step[step][rank].busy for step in steps) for rank in range(len(ranks)))
+    return Replay(chosen, _from_zero(measured), _from_zero(draw_close(simulated)[0]), seconds, lag, tuple(busy))
 
 
 def _measured_rows(ranks: Sequence[RankSeries], step: int, run: Run) -> list[Row]:
@@ -141,14 +146,24 @@ def _clock_shifts(ranks: Sequence[RankSeries]) -> Mapping[int, float]:
     return dict.fromkeys(offsets, 0.0) if is_one_machine else offsets
 
 
+def draw_close(rows: Sequence[Row]) -> tuple[list[Row], float]:
+    """The rows with no rank more than a step behind the one below it, and by how many seconds that moved the last.
+
+    Without a barrier a fast rank may run many steps ahead; how far says nothing about the step, and would squeeze it.
+    """
+    moved = 0.0
+    close = [rows[0]]
+    for below, row in itertools.pairwise(rows):
+        moved += max(0.0, (row.start - below.start) - (below.end - below.start))
+        close.append(_shift(row, -moved))
+    return close, moved
+
+
 def _from_zero(rows: Sequence[Row]) -> tuple[Row, ...]:
     first = min(row.start for row in rows)
-    return tuple(
-        Row(
-            row.rank,
-            row.start - first,
-            row.end - first,
-            tuple(Interval(action, start - first, end - first) for action, start, end in row.intervals),
-        )
-        for row in rows
-    )
+    return tuple(_shift(row, -first) for row in rows)
+
+
+def _shift(row: Row, by: float) -> Row:
+    intervals = tuple(Interval(action, start + by, end + by) for action, start, end in row.intervals)
+    return Row(row.rank, row.start + by, row.end + by, intervals)

@@ -66,19 +66,25 @@ def fit_scale(
     start: float,
     end: float,
     num_ticks: int = 6,
+    least_span: float = 0.0,
     from_zero: bool = False,
     is_whole: bool = False,
     may_log: bool = False,
     is_tight: bool = False,
-    format_tick: Format | None = None,
 ) -> Scale:
-    """A scale on which all finite values have their place, with round ticks; `is_tight` ends it at the values."""
+    """A scale on which all finite values have their place, with round ticks; `is_tight` ends it at the values.
+
+    Values that differ by less than `least_span` are not stretched over the whole scale.
+    """
     finite = [value for value in values if math.isfinite(value)] or [0.0, 1.0]
     low, high = min(finite), max(finite)
     if may_log and low > 0 and high / low > LOG_RATIO:
-        return _log_scale(low, high, start, end, format_tick)
+        return _log_scale(low, high, start, end)
     if from_zero:
         low, high = min(low, 0.0), max(high, 0.0)
+    if high - low < least_span:
+        middle = (low + high) / 2
+        low, high = middle - least_span / 2, middle + least_span / 2
     if low == high:
         margin = abs(low) / 10 or 1.0
         low, high = low - (0 if from_zero else margin), high + margin
@@ -87,10 +93,10 @@ def fit_scale(
         ticks = [tick for tick in ticks if low - 1e-9 <= tick <= high + 1e-9]
     else:
         low, high = ticks[0], ticks[-1]
-    return Scale(low, high, start, end, tuple(ticks), label_ticks(ticks, format_tick))
+    return Scale(low, high, start, end, tuple(ticks), label_ticks(ticks))
 
 
-def _log_scale(low: float, high: float, start: float, end: float, format_tick: Format | None) -> Scale:
+def _log_scale(low: float, high: float, start: float, end: float) -> Scale:
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for steps in ((1, 2, 5), (1, 3), (1,)):
         ticks = [step * 10.0**power for power in powers for step in steps]
@@ -99,14 +105,11 @@ def _log_scale(low: float, high: float, start: float, end: float, format_tick: F
             break
     every = max(1, -(-len(inside) // 7))
     shown = tuple(inside[::every])
-    labels = tuple((format_tick or (lambda tick: f"{tick:g}"))(tick) for tick in shown)
-    return Scale(low / 1.1, high * 1.1, start, end, shown, labels, is_log=True)
+    return Scale(low / 1.1, high * 1.1, start, end, shown, tuple(f"{tick:g}" for tick in shown), is_log=True)
 
 
-def label_ticks(ticks: Sequence[float], format_tick: Format | None = None) -> tuple[str, ...]:
+def label_ticks(ticks: Sequence[float]) -> tuple[str, ...]:
     """All ticks with the same number of decimals, as few as tell them apart."""
-    if format_tick is not None:
-        return tuple(map(format_tick, ticks))
     step = min((b - a for a, b in itertools.pairwise(ticks)), default=1.0)
     decimals = next((d for d in range(9) if all(abs(round(t, d) - t) < step / 1000 for t in ticks)), 9)
     return tuple(f"{round(tick, decimals) + 0.0:,.{decimals}f}" for tick in ticks)
@@ -143,7 +146,8 @@ class LineChart:
     may_log: bool = False
     whole_x: bool = False
     whole_y: bool = False
-    tick_y: Format | None = None
+    least_span: float = 0.0
+    """Values that differ by less are drawn as alike."""
     x_ticks: tuple[float, ...] | None = None
     x_limits: tuple[float, float] | None = None
 
@@ -158,7 +162,7 @@ class LineChart:
             from_zero=self.from_zero,
             may_log=self.may_log,
             is_whole=self.whole_y,
-            format_tick=self.tick_y,
+            least_span=self.least_span,
         )
         left = 18 + 7.2 * max(map(len, y.labels))
         x = self._x_scale(left)

@@ -136,7 +136,7 @@ def test_a_regression_shows_the_test_loss_at_every_boundary(run_folders: dict[st
 def test_the_timeline_marks_and_states_the_bubble(run_folders: dict[str, Path]):
     shown = figure(build_page([read_run(run_folders["backprop"])]), "timeline")
     assert re.search(
-        r"Step \d+: [\d.]+ ms measured with a bubble of [\d.]+ %, [\d.]+ ms simulated with [\d.]+ %", shown
+        r"Step \d+: [\d.]+ ms measured with a bubble of [\d.]+\s%, [\d.]+ ms simulated with [\d.]+\s%", shown
     )
     assert shown.count(">measured<") == shown.count(">simulated<") == 1
     assert 'class="idle"' in shown

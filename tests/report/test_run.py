@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mpc_dist.report.replay import replay
+from mpc_dist.report.replay import Row, draw_close, replay
 from mpc_dist.report.run import name_runs, read_run
 from mpc_dist.schedule import build_schedule, lay_out
 from mpc_dist.schedule.action import COMPUTE, Op
@@ -205,9 +205,15 @@ def test_a_straggler_stands_out(copy_of: Copy):
             origin = line["actions"][0][1]
             line["actions"] = [(a, origin + 9 * (s - origin), origin + 9 * (e - origin)) for a, s, e in line["actions"]]
     write_lines(folder, 1, lines)
-    found = replay(read_run(folder)).straggler
-    assert found is not None
-    assert found.rank == 1
+    assert replay(read_run(folder)).straggler == 1
+
+
+def test_ranks_that_ran_far_ahead_are_drawn_at_most_a_step_apart():
+    rows = [Row(0, 0.0, 2.0, ()), Row(1, 50.0, 53.0, ()), Row(2, 51.0, 54.0, ()), Row(3, 60.0, 61.0, ())]
+    close, moved = draw_close(rows)
+    assert [(row.start, row.end) for row in close] == [(0, 2), (2, 5), (3, 6), (6, 7)]
+    assert moved == 54
+    assert draw_close(close) == (close, 0)
 
 
 def test_the_order_that_ran_follows_from_windows_and_partition():

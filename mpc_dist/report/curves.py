@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mpc_dist.report.panel import Drawing, LegendEntry, Panel, Shown, Table
-from mpc_dist.report.run import Point
+from mpc_dist.report.series import Point
 from mpc_dist.report.svg import LineChart, Series
 
 

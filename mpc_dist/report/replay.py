@@ -5,7 +5,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mpc_dist.report.run import RankSeries, Run
+from mpc_dist.report.run import Run
+from mpc_dist.report.series import RankSeries
 from mpc_dist.schedule import Interval, build_schedule, lay_out, simulate
 from mpc_dist.schedule.calibrate import measure_costs
 

@@ -14,7 +14,6 @@ from mpc_dist.planner.plan import Plan
 from mpc_dist.report.page import build_page
 from mpc_dist.report.plan_panel import best_of_each_kind, outcomes_of
 from mpc_dist.report.run import read_run
-from mpc_dist.report.svg import fit_scale, thin
 from mpc_dist.training.config import ConfigParser
 from mpc_dist.training.metrics import metrics_path, read_metrics
 from mpc_dist.training.planning import apply_plan
@@ -226,31 +225,6 @@ def test_colours_of_runs_stand_out_in_both_modes():
                 assert contrast(colours[name], colours["panel"]) >= 3, name
         for name in ("ink", "quiet", "accent"):
             assert contrast(colours[name], colours["panel"]) >= 4.5, name
-
-
-def test_thinned_curves_keep_their_spikes_and_ends():
-    points = [(float(i), 1.0) for i in range(10_000)]
-    points[1234], points[7777] = (1234.0, 9.0), (7777.0, -9.0)
-    kept = thin(points, 100)
-    assert len(kept) <= 102
-    assert {points[0], points[1234], points[7777], points[-1]} <= set(kept)
-    assert thin(points[:50], 100) == points[:50]
-
-
-@pytest.mark.parametrize(
-    ("values", "options", "labels"),
-    [
-        ([0.0, 200.0], {}, ("0", "50", "100", "150", "200")),
-        ([2.2, 5.6], {}, ("2", "3", "4", "5", "6")),
-        ([0.01, 10.0], {"may_log": True}, ("0.01", "0.03", "0.1", "0.3", "1", "3", "10")),
-        ([3.0, 3.0], {"from_zero": True}, ("0.0", "0.5", "1.0", "1.5", "2.0", "2.5", "3.0")),
-        ([float("nan"), float("inf")], {}, ("0.0", "0.2", "0.4", "0.6", "0.8", "1.0")),
-    ],
-)
-def test_ticks_are_round_and_have_no_needless_decimals(values, options, labels):
-    scale = fit_scale(values, start=0, end=100, **options)
-    assert scale.labels == labels
-    assert all(0 <= scale(tick) <= 100 for tick in scale.ticks)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from mpc_dist import __version__
-from mpc_dist.commands import angles, demo, export, plan, schedule
+from mpc_dist.commands import angles, demo, export, plan, report, schedule
 from mpc_dist.validation import look_up
 
 EXIT_BAD_INPUT = 2
@@ -27,6 +27,7 @@ COMMANDS = {
     "demo": Command(demo.run, demo.SUMMARY),
     "export": Command(export.run, export.SUMMARY),
     "plan": Command(plan.run, plan.SUMMARY),
+    "report": Command(report.run, report.SUMMARY),
     "schedule": Command(schedule.run, schedule.SUMMARY),
 }
 

@@ -2,6 +2,7 @@
 
 import json
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,11 @@ def metrics_path(folder: Path, rank: int) -> Path:
 
 
 def read_metrics(folder: Path, rank: int) -> list[dict[str, Any]]:
-    """All lines of a rank's file; a line that is just being written is left out."""
+    """All whole lines of a rank's file: one that is just being written, or that a crash cut short, is left out."""
     path = metrics_path(folder, rank)
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    return [json.loads(line) for line in text.split("\n")[:-1]]
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    lines = []
+    for line in text.split("\n")[:-1]:
+        with suppress(json.JSONDecodeError):
+            lines.append(json.loads(line))
+    return lines

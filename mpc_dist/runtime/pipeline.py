@@ -137,6 +137,10 @@ class Pipeline:
         size += self.stage.zero.master_bytes if self.stage.zero is not None else 0
         return size + (self._transport.posted_bytes if self._transport is not None else 0)
 
+    def connect(self, inputs: Tensor, labels: Tensor) -> None:
+        """Learn the messages' shapes from a batch and build the stage, which the first step does otherwise."""
+        self._prepare(inputs, labels)
+
     def step(self, inputs: Tensor, labels: Tensor) -> StepResult:
         """One optimizer step. Every stage of a replica gives the same batch and uses what it needs of it."""
         parts = self._prepare(inputs, labels)

@@ -160,7 +160,9 @@ class _Loop:
         start = time.perf_counter()
         extra: dict[str, int] = {}
         if step == 1:
-            # What a schedule holds does not change from step to step: it is counted once.
+            # What a schedule holds does not change from step to step: it is counted once. ZeRO moves the weights as it
+            # connects, so they are told from activations after that.
+            self._pipeline.connect(inputs, labels)
             with SavedBytes([*self._pipeline.named_parameters().values(), inputs, labels]) as saved:
                 result = self._pipeline.step(inputs, labels)
             extra |= {"live_bytes": saved.peak, "rank_bytes": saved.peak + self._pipeline.fixed_bytes}

@@ -1,6 +1,7 @@
 """The distributed pipeline: mesh, transport, segments, executor."""
 
-from mpc_dist.runtime.pipeline import Pipeline, StepResult, build_pipeline
+from mpc_dist.runtime.build import build_pipeline
+from mpc_dist.runtime.pipeline import Pipeline, StepResult
 from mpc_dist.runtime.stage import Score, StageOptions
 from mpc_dist.runtime.transport import PeerError
 

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from mpc_dist.profile.angle import AngleProfile, needed_readouts
 from mpc_dist.profile.unchanged import unchanged
-from mpc_dist.readout import Identity, Loss, Shared
+from mpc_dist.readout import Loss, Shared
 from mpc_dist.runtime import state
 from mpc_dist.runtime.angle_probe import probe_angles
 from mpc_dist.runtime.description import receive_description, send_description
 from mpc_dist.runtime.executor import StepRecord
-from mpc_dist.runtime.mesh import Launch, Mesh, build_mesh, leave
+from mpc_dist.runtime.mesh import Mesh, leave
 from mpc_dist.runtime.microbatch import split_batch
 from mpc_dist.runtime.reducer import AllReduceReducer
 from mpc_dist.runtime.shared_head import SharedHead, share_head
@@ -30,8 +30,8 @@ from mpc_dist.runtime.transport import (
     connect_in_memory,
 )
 from mpc_dist.runtime.zero import ZeroOptimizer, ZeroSettings, check_weights
-from mpc_dist.schedule import Costs, Layout, build_schedule, lay_out, split_evenly, validate
-from mpc_dist.windows import Windows, expand, sliding
+from mpc_dist.schedule import Costs, Layout, build_schedule, lay_out, validate
+from mpc_dist.windows import Windows
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 
@@ -136,7 +136,7 @@ class Pipeline:
     def restore_state(self, saved: state.Saved, *, step: int) -> list[str]:
         """Go on from what was saved after `step`, by any layout; the names of weights that it did not have.
 
-        Every rank calls it, after `prepare`.
+        Every rank calls it, after `connect`.
         """
         missing = state.restore(
             self.modules, self.stage.stateful_optimizer, saved, stage=self.mesh.stage, replica=self.mesh.replica
@@ -158,8 +158,8 @@ class Pipeline:
         size += self.stage.zero.master_bytes if self.stage.zero is not None else 0
         return size + (self._transport.posted_bytes if self._transport is not None else 0)
 
-    def prepare(self, inputs: Tensor, labels: Tensor) -> None:
-        """Connect to the neighbours for batches like this one, and make the optimizer; the first step does it too."""
+    def connect(self, inputs: Tensor, labels: Tensor) -> None:
+        """Learn the messages' shapes from a batch and build the stage, which the first step does otherwise."""
         self._prepare(inputs, labels)
 
     def step(self, inputs: Tensor, labels: Tensor) -> StepResult:
@@ -342,44 +342,6 @@ class Pipeline:
             clip_norm=options.clip_norm,
             stages=self.mesh.stages if options.clip_norm is not None and options.clip_scope == "global" else None,
         )
-
-
-def build_pipeline(
-    blocks: Sequence[nn.Module],
-    loss: Loss,
-    *,
-    horizon: int | Windows,
-    optimizer: OptimizerFactory,
-    num_microbatches: int = 1,
-    readouts: Mapping[int, nn.Module] | None = None,
-    partition: Sequence[int] | None = None,
-    split: bool = False,
-    options: StageOptions | None = None,
-    device: str | None = None,
-    timeout: timedelta = DEFAULT_TIMEOUT,
-) -> Pipeline:
-    """A pipeline of these blocks over all processes that the launcher started, one stage each.
-
-    `horizon` is a number of stages, or any windows over the blocks. Without readouts the state is the prediction.
-    """
-    launch = Launch.from_environment()
-    sizes = tuple(partition) if partition is not None else split_evenly(len(blocks), launch.world_size)
-    windows = horizon if isinstance(horizon, Windows) else expand(sliding(len(sizes), horizon), sizes)
-    layout = lay_out(windows, sizes)
-    device_type = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    mesh = build_mesh(launch, num_stages=len(sizes), device_type=device_type, timeout=timeout)
-    return Pipeline(
-        mesh,
-        layout,
-        build_block=lambda t: blocks[t],
-        build_readout=lambda s: Identity() if readouts is None else readouts[s],
-        loss=loss,
-        optimizer=optimizer,
-        num_microbatches=num_microbatches,
-        split=split,
-        options=options,
-        timeout=timeout,
-    )
 
 
 def _probe(stage: Stage, sample: Tensor) -> Tensor:

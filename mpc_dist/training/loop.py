@@ -174,7 +174,7 @@ class _Loop:
     def _prepare(self, saved: SavedCheckpoint | None) -> None:
         """Connect the ranks and, if there is a checkpoint, put everything back to where it stood."""
         ahead = Batches.like(self._batches)
-        self._pipeline.prepare(*self._place(self._replica_part(next(ahead))))
+        self._pipeline.connect(*self._place(self._replica_part(next(ahead))))
         self._rate = LearningRate(self._config.optimizer, self._pipeline.stage.optimizer)
         if saved is None:
             return

@@ -131,7 +131,7 @@ def run_steps(rank: int, case: Case, steps: slice, before: dict | None = None) -
     chain, _, _ = build_dense_chain(WIDTHS)
     pipeline = connect(rank, case, chain)
     given = [step[pipeline.mesh.replica] for step in batches(6)]
-    pipeline.evaluate(*given[0])  # connects the stages without training
+    pipeline.connect(*given[0])
     named, optimizer, zero = pipeline.named_parameters(), pipeline.stage.optimizer, pipeline.stage.zero
     if before is not None:
         with torch.no_grad():
@@ -164,7 +164,7 @@ def refuse_all(rank: int) -> list[str]:
     messages = []
     chain, _, _ = build_dense_chain(WIDTHS)
     pipeline = connect(rank, replace(CASES["relays"], stage=1), chain)
-    pipeline.evaluate(*batches(1)[0][pipeline.mesh.replica])
+    pipeline.connect(*batches(1)[0][pipeline.mesh.replica])
     for mistake in (
         lambda: pipeline.change_windows(sliding(T, 1)),
         lambda: pipeline.stage.zero.load_full_state({"blocks.9.weight": {}}),

@@ -87,7 +87,7 @@ def dockerfile_installs() -> list[list[list[str]]]:
 def test_both_images_install_what_the_makefile_installs():
     expected = makefile_installs()
     assert len(expected) == 3  # the environment, setuptools, the project
-    assert dockerfile_installs() == [expected, expected]
+    assert dockerfile_installs() == [expected]
 
 
 def test_the_dockerfile_has_both_targets_and_leaves_root():

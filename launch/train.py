@@ -11,10 +11,18 @@ from pathlib import Path
 from rich.console import Console
 
 from mpc_dist.runtime.mesh import Launch
+from mpc_dist.schedule import Costs
 from mpc_dist.training.auto import train_as_planned
-from mpc_dist.training.config import ConfigParser
+from mpc_dist.training.config import Config, ConfigParser
 
 EXIT_BAD_INPUT = 2
+
+
+def draw(config: Config, costs: Costs | None) -> dict[str, Path]:
+    """The pictures of a tracked run."""
+    from mpc_dist.report.run import draw_run  # slow to import, and one rank of a tracked run needs it
+
+    return draw_run(config, costs)
 
 
 def main() -> int:
@@ -24,7 +32,8 @@ def main() -> int:
         parser = ConfigParser(sys.argv[1:], prog="train.py", description="Train a model with MPC gradients.")
         parser.parser.add_argument("--plan", type=str, default=None, help="A plan of `mpc-dist plan` to run.")
         config, options = parser.parse()
-        config, scores = train_as_planned(config, launch, None if options.plan is None else Path(options.plan))
+        plan = None if options.plan is None else Path(options.plan)
+        config, scores = train_as_planned(config, launch, plan, draw=draw)
     except (ValueError, OSError) as error:
         # Every rank finds the same mistake: one of them says it.
         if launch.rank == 0:

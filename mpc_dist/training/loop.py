@@ -23,6 +23,7 @@ from mpc_dist.runtime.pipeline import Pipeline
 from mpc_dist.runtime.stage import Score, StageOptions
 from mpc_dist.schedule import Costs, lay_out
 from mpc_dist.training.config import Config
+from mpc_dist.training.journal import Journal, open_journal
 from mpc_dist.training.metrics import MetricsFile, read_metrics
 from mpc_dist.training.optimizer import DropOnRise, build_optimizer, build_scheduler
 from mpc_dist.training.sections import DROP_ON_RISE
@@ -31,16 +32,27 @@ from mpc_dist.windows import expand, tumbling
 NUM_TIMELINES = 20
 """Of how many last steps the metrics hold when each action ran."""
 
+DrawRun = Callable[[Config, Costs | None], Mapping[str, Path]]
+"""Draws a run's schedule and plan into its folder: the file of each, by name."""
 
-def train(config: Config, launch: Launch, *, costs: Costs | None = None, is_quiet: bool = False) -> dict[int, Score]:
+
+def train(
+    config: Config,
+    launch: Launch,
+    *,
+    costs: Costs | None = None,
+    is_quiet: bool = False,
+    draw: DrawRun | None = None,
+) -> dict[int, Score]:
     """Train as configured, with a progress bar on rank 0 unless quiet.
 
-    `costs` are what the order of actions is built for; without them a forward costs 1 per block. Returns the last
-    evaluation of this rank's readouts, by boundary. What is wrong with the configuration is found before the ranks
-    meet.
+    `costs` are what the order of actions is built for; without them a forward costs 1 per block. `draw` makes the
+    pictures that are tracked. Returns the last evaluation of this rank's readouts, by boundary. What is wrong with the
+    configuration is found before the ranks meet.
     """
     parallel = config.parallel
     check_world(launch, num_stages=parallel.stages, num_replicas=config.data_parallel.degree)
+    config.tracking.check_installed()
     layout = lay_out(config.horizon.build(config.partition), config.partition)
     data = config.data.load()
     parts = build_parts(config.model, data.task, readout=config.readout.kind, seed=config.seed)
@@ -74,8 +86,15 @@ def train(config: Config, launch: Launch, *, costs: Costs | None = None, is_quie
         ),
         timeout=timeout,
     )
-    with pipeline:
-        return _Loop(config, launch, mesh, pipeline, data, batches, is_quiet=is_quiet).run()
+    journal = open_journal(
+        config.tracking,
+        rank=launch.rank,
+        num_ranks=launch.world_size,
+        folder=Path(config.training.folder),
+        draw=None if draw is None else partial(draw, config, costs),
+    )
+    with pipeline, journal:
+        return _Loop(config, launch, mesh, pipeline, data, batches, journal, is_quiet=is_quiet).run()
 
 
 class _Loop:
@@ -87,6 +106,7 @@ class _Loop:
         pipeline: Pipeline,
         data: Dataset,
         batches: Batches,
+        journal: Journal,
         *,
         is_quiet: bool,
     ) -> None:
@@ -97,7 +117,7 @@ class _Loop:
         self._data = data
         self._batches = batches
         self._folder = Path(config.training.folder)
-        self._metrics = MetricsFile(self._folder, launch.rank)
+        self._metrics = MetricsFile(self._folder, launch.rank, journal.put)
         self._step_rate: Callable[[], None] = lambda: None
         self._drop: DropOnRise | None = None
         is_adaptive = config.horizon.mode == "adaptive"

@@ -2,22 +2,26 @@
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 
 class MetricsFile:
-    """Appends one rank's metrics to its file."""
+    """Appends one rank's metrics to its file; `listener` is told the event and the text of every line."""
 
-    def __init__(self, folder: Path, rank: int) -> None:
+    def __init__(self, folder: Path, rank: int, listener: Callable[[str, str], None] = lambda *_: None) -> None:
+        self._listener = listener
         folder.mkdir(parents=True, exist_ok=True)
         self._path = metrics_path(folder, rank)
         self._path.write_text("", encoding="utf-8")
 
     def write(self, **values: Any) -> None:
         """Add a line; the time is added to it."""
+        line = json.dumps({**values, "time": time.time()})
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({**values, "time": time.time()}) + "\n")
+            file.write(line + "\n")
+        self._listener(values["event"], line)
 
 
 def metrics_path(folder: Path, rank: int) -> Path:

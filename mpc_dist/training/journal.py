@@ -234,25 +234,27 @@ def open_journal(
     rank: int,
     num_ranks: int,
     folder: Path,
+    store: Store | None = None,
     draw: Draw | None = None,
     is_resumed: bool = False,
 ) -> Journal:
     """This rank's journal, as configured; to be opened once the ranks have met.
 
-    A resumed job goes on with the W&B run that it had.
+    Lines travel through the store, by default the one through which the ranks met. A resumed job goes on with the W&B
+    run that it had.
     """
     if not config.wandb:
         return Journal()
-    store = _open_store() if num_ranks > 1 else None
+    own = _open_store(store) if num_ranks > 1 else None
     if rank == 0:
-        receiver = None if store is None else LineReceiver(store, range(1, num_ranks))
+        receiver = None if own is None else LineReceiver(own, range(1, num_ranks))
         return Journal(Collector(WandbTracker(config, is_resumed=is_resumed), folder, receiver=receiver, draw=draw))
-    return Journal() if store is None else Journal(Forwarder(LineSender(store, rank)))
+    return Journal() if own is None else Journal(Forwarder(LineSender(own, rank)))
 
 
-def _open_store() -> Store | None:
+def _open_store(store: Store | None) -> Store | None:
     try:
-        return open_store(default_store(), "mpc_dist/journal")
+        return open_store(store or default_store(), "mpc_dist/journal")
     except (RuntimeError, OSError) as error:
         say(f"the ranks have no store to report through ({describe(error)}); the metrics files have every figure")
         return None

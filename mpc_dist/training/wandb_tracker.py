@@ -45,7 +45,8 @@ class WandbTracker:
                 raise
             reason = str(error).partition("\n")[0]
             say(f"W&B does not answer ({reason}); the run is kept offline")
-            for folder in id_file.parent.glob(f"run-*-{run_id}"):  # what the attempt left behind
+            _stop_process()  # the attempt holds the run's id
+            for folder in id_file.parent.glob(f"run-*-{run_id}"):
                 shutil.rmtree(folder)
             mode = "offline"
             self._run = self._begin(info, run_id, mode)
@@ -71,15 +72,12 @@ class WandbTracker:
             self._run.log({f"figures/{name}": wandb.Image(str(figure))})
 
     def finish(self, summary: Mapping[str, Any], *, succeeded: bool) -> None:
-        """End the run, and W&B's process with it unless somebody else has a run."""
-        import wandb
-
+        """End the run."""
         if self._run is None:
             return
         self._run.summary.update(dict(summary))
         self._run.finish(exit_code=0 if succeeded else 1)
-        if wandb.run is None:
-            wandb.teardown()
+        _stop_process()
 
     def _begin(self, info: RunInfo, run_id: str, mode: Mode) -> Any:
         import wandb
@@ -87,7 +85,7 @@ class WandbTracker:
         settings: dict[str, Any] = {
             "silent": True,
             "console": "off",  # the terminal belongs to the progress bar
-            "init_timeout": INIT_SECONDS,
+            "init_timeout": float(self._environment.get("WANDB_INIT_TIMEOUT", INIT_SECONDS)),
             "finish_timeout": FINISH_SECONDS,
             "disable_git": True,
             "x_disable_meta": True,  # it would send variables of the batch system
@@ -116,6 +114,14 @@ class WandbTracker:
         if self._is_resumed and id_file.exists():
             return id_file.read_text(encoding="utf-8").strip()
         return secrets.token_hex(4)
+
+
+def _stop_process() -> None:
+    """End W&B's own process, unless somebody else in this one has a run."""
+    import wandb
+
+    if wandb.run is None:
+        wandb.teardown()
 
 
 def choose_mode(mode: Literal["auto", "online", "offline"], environment: Mapping[str, str]) -> Mode:

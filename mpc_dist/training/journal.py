@@ -1,31 +1,27 @@
-"""Hands the lines of every rank to one tracker on rank 0, from threads of their own: training only fills a queue.
+"""Hands the lines of every rank to one tracker, from threads of their own: training only fills a queue.
+
+    rank 1 ... n: queue -> thread -> store -+
+    rank 0:       queue ------------------- +-> thread -> pipe -> reporting process -> W&B
 
 Whatever goes wrong here is said once and ends the tracking; training and its metrics files go on.
 """
 
+import contextlib
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch.distributed.distributed_c10d import Store
 
 from mpc_dist.runtime.lines import LineReceiver, LineSender, default_store, open_store
-from mpc_dist.training.tracking import (
-    Draw,
-    RunInfo,
-    Summary,
-    Tracker,
-    TrackingConfig,
-    describe_run,
-    merge_rows,
-    name_figures,
-    say,
-)
-from mpc_dist.training.wandb_tracker import FINISH_SECONDS, WandbTracker
+from mpc_dist.training.tracking import Draw, TrackingConfig, say
+from mpc_dist.training.wandb_tracker import FINISH_SECONDS, INIT_SECONDS
 
 PERIOD = 1.0
 """Seconds between two rounds of a thread: a few large rounds cost less than many small ones."""
@@ -34,26 +30,26 @@ PERIOD_PER_RANK = 0.002
 PATIENCE = 10.0
 """Seconds that rank 0 waits at the end for the last lines of the others."""
 PATIENCE_AFTER_ERROR = 2.0
+PROCESS_PATIENCE = INIT_SECONDS + FINISH_SECONDS + 10.0
+"""Seconds that the reporting process may take to end; it is quick unless the network is not."""
 UNTRACKED = frozenset({"timeline"})
 """Events whose lines stay in the metrics file: a tracker has no use for every action."""
+IN_FILES = "the metrics files have every figure"
 
 
 class Worker(Protocol):
     """What a journal's thread does with the lines."""
 
-    @property
-    def period(self) -> float:
-        """Seconds between two rounds."""
-
-    @property
-    def patience(self) -> float:
-        """Most seconds that the end may take."""
+    period: float
+    """Seconds between two rounds."""
+    patience: float
+    """Most seconds that the end should take."""
 
     def pass_on(self, lines: list[str]) -> None:
         """Take what came since the last round."""
 
     def finish(self, lines: list[str], *, succeeded: bool) -> None:
-        """Take the last lines, and end."""
+        """Take the last lines, and end within bounds."""
 
 
 class Journal:
@@ -77,14 +73,14 @@ class Journal:
             self._lines.append(line)
 
     def close(self, *, succeeded: bool = True) -> None:
-        """Pass on what is left; after the worker's patience the thread is left to itself."""
+        """Pass on what is left."""
         if self._worker is None:
             return
         self._succeeded = succeeded
         self._ends.set()
         self._thread.join(self._worker.patience)
         if self._thread.is_alive():
-            say(f"given up after {self._worker.patience:.0f} s; the metrics files have every figure")
+            say(f"given up after {self._worker.patience:.0f} s; {IN_FILES}")
         self._worker = None
 
     def __enter__(self) -> "Journal":
@@ -101,7 +97,7 @@ class Journal:
                 worker.pass_on(self._drain())
             worker.finish(self._drain(), succeeded=self._succeeded)
         except Exception as error:  # whatever it is, training goes on
-            say(f"stopped ({describe(error)}); training goes on, and the metrics files have every figure")
+            say(f"stopped ({describe(error)}); training goes on, and {IN_FILES}")
 
     def _drain(self) -> list[str]:
         return [self._lines.popleft() for _ in range(len(self._lines))]
@@ -110,10 +106,9 @@ class Journal:
 class Forwarder:
     """The work of every rank but 0: send its lines to rank 0."""
 
-    period = PERIOD
-    patience = PATIENCE
-
     def __init__(self, sender: LineSender) -> None:
+        self.period = PERIOD
+        self.patience = PERIOD + PATIENCE
         self._sender = sender
 
     def pass_on(self, lines: list[str]) -> None:
@@ -125,43 +120,43 @@ class Forwarder:
         self._sender.send(lines, is_last=True)
 
 
-class Collector:
-    """The work of rank 0: gather the lines of all ranks and report their figures to the tracker."""
+class Gatherer:
+    """The work of rank 0: gather the lines of all ranks and write them to the reporting process."""
 
     def __init__(
-        self, tracker: Tracker, folder: Path, *, receiver: LineReceiver | None = None, draw: Draw | None = None
+        self,
+        tracking: TrackingConfig,
+        folder: Path,
+        *,
+        receiver: LineReceiver | None = None,
+        draw: Draw | None = None,
+        is_resumed: bool = False,
     ) -> None:
-        self._tracker = Guarded(tracker)
-        self._folder = folder
+        self._begin = ("begin", str(folder), asdict(tracking), is_resumed)
         self._receiver = receiver
         self._draw = draw
-        self._summary: Summary | None = None
-        self._waiting: list[tuple[int, dict[str, Any]]] = []
-        num_others = 0 if receiver is None else len(receiver.unfinished)
-        self.period = max(PERIOD, PERIOD_PER_RANK * num_others)
-        self.patience = PATIENCE + FINISH_SECONDS + self.period
+        self._process: subprocess.Popen[str] | None = None
+        self._has_begun = False
+        self.period = max(PERIOD, PERIOD_PER_RANK * len(self._unfinished()))
+        self.patience = self.period + 2 * PATIENCE + PROCESS_PATIENCE
 
     def pass_on(self, lines: list[str]) -> None:
-        """Report these, and what has arrived from the others."""
-        found = [(0, line) for line in lines] + self._receive()
-        self._waiting += [(rank, json.loads(line)) for rank, line in found]
-        if self._summary is None:
-            start = next((line for rank, line in self._waiting if rank == 0 and line["event"] == "start"), None)
-            if start is None:
-                return  # another rank was faster
-            self._summary = Summary(describe_run(start, self._folder))
-            self._tracker.start(self._summary.info)
-            self._show_figures()
-        num_replicas = self._summary.info.topology["num_replicas"]
-        rows = [name_figures(line, rank, num_replicas) for rank, line in self._waiting]
-        for _, line in self._waiting:
-            self._summary.add(line)
-        self._waiting = []
-        for row in merge_rows(row for row in rows if row):
-            self._tracker.log(row)
+        """Write these, and what has arrived from the others."""
+        if not self._has_begun:
+            self._has_begun = True
+            command = [sys.executable, "-m", "mpc_dist.training.reporter"]
+            # A session of its own: Ctrl-C ends training, and the end of its input ends the process.
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, text=True, encoding="utf-8", start_new_session=True
+            )
+            self._write([self._begin])
+        self._write([("line", rank, line) for rank, line in [*((0, line) for line in lines), *self._receive()]])
+        if lines and self._draw is not None:
+            self._write_figures(self._draw)
+            self._draw = None
 
     def finish(self, lines: list[str], *, succeeded: bool) -> None:
-        """Wait a little for the others' last lines, then end the run."""
+        """Wait a little for the others' last lines, then for the process to end."""
         self.pass_on(lines)
         deadline = time.monotonic() + (PATIENCE if succeeded else PATIENCE_AFTER_ERROR)
         while self._unfinished() and time.monotonic() < deadline:
@@ -170,8 +165,18 @@ class Collector:
         if self._unfinished():
             ranks = ", ".join(map(str, sorted(self._unfinished())))
             say(f"the last lines of ranks {ranks} did not arrive; their metrics files have them")
-        if self._summary is not None:
-            self._tracker.finish(self._summary.values(), succeeded=succeeded)
+        self._write([("end", succeeded)])
+        if self._process is None:
+            return
+        try:
+            self._process.communicate(timeout=PROCESS_PATIENCE)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            say(f"given up after {PROCESS_PATIENCE:.0f} s; {IN_FILES}")
+            return
+        if self._process.returncode:
+            self._say_ended(self._process.returncode)
 
     def _unfinished(self) -> frozenset[int]:
         return frozenset() if self._receiver is None else self._receiver.unfinished
@@ -186,46 +191,30 @@ class Collector:
             self._receiver = None
             return []
 
-    def _show_figures(self) -> None:
+    def _write(self, messages: list[Any]) -> None:
+        """Write to the process, if there still is one; lines of other ranks are taken from the store all the same."""
+        if self._process is None or not messages:
+            return
+        assert self._process.stdin is not None
         try:
-            figures = {} if self._draw is None else self._draw()
+            self._process.stdin.write("".join(json.dumps(message) + "\n" for message in messages))
+            self._process.stdin.flush()
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
+            self._say_ended(self._process.wait(PATIENCE))
+            self._process = None
+
+    def _say_ended(self, code: int) -> None:
+        say(f"stopped (its process ended with exit code {code}); training goes on, and {IN_FILES}")
+
+    def _write_figures(self, draw: Draw) -> None:
+        try:
+            figures = draw()
         except Exception as error:  # a picture is not worth the rest
             say(f"the figures of the run cannot be drawn ({describe(error)})")
             return
-        for name, path in figures.items():
-            self._tracker.show(name, path)
-
-
-class Guarded:
-    """A tracker that may fail: the first error is said, and it is not called again."""
-
-    def __init__(self, tracker: Tracker) -> None:
-        self._tracker: Tracker | None = tracker
-
-    def start(self, info: RunInfo) -> None:
-        """Begin the run."""
-        self._call("start", info)
-
-    def log(self, row: Mapping[str, Any]) -> None:
-        """Report figures."""
-        self._call("log", row)
-
-    def show(self, name: str, figure: Path) -> None:
-        """Report a picture."""
-        self._call("show", name, figure)
-
-    def finish(self, summary: Mapping[str, Any], *, succeeded: bool) -> None:
-        """End the run."""
-        self._call("finish", summary, succeeded=succeeded)
-
-    def _call(self, name: str, *arguments: Any, **options: Any) -> None:
-        if self._tracker is None:
-            return
-        try:
-            getattr(self._tracker, name)(*arguments, **options)
-        except Exception as error:  # whatever it is, training goes on
-            self._tracker = None
-            say(f"stopped ({name}: {describe(error)}); training goes on, and the metrics files have every figure")
+        self._write([("figure", name, str(path)) for name, path in figures.items()])
 
 
 def open_journal(
@@ -248,7 +237,7 @@ def open_journal(
     own = _open_store(store) if num_ranks > 1 else None
     if rank == 0:
         receiver = None if own is None else LineReceiver(own, range(1, num_ranks))
-        return Journal(Collector(WandbTracker(config, is_resumed=is_resumed), folder, receiver=receiver, draw=draw))
+        return Journal(Gatherer(config, folder, receiver=receiver, draw=draw, is_resumed=is_resumed))
     return Journal() if own is None else Journal(Forwarder(LineSender(own, rank)))
 
 
@@ -256,7 +245,7 @@ def _open_store(store: Store | None) -> Store | None:
     try:
         return open_store(store or default_store(), "mpc_dist/journal")
     except (RuntimeError, OSError) as error:
-        say(f"the ranks have no store to report through ({describe(error)}); the metrics files have every figure")
+        say(f"the ranks have no store to report through ({describe(error)}); {IN_FILES}")
         return None
 
 

@@ -38,6 +38,7 @@ class WandbTracker:
             return
         id_file = info.folder / "wandb" / "run_id"
         run_id = self._choose_id(id_file)
+        id_file.parent.mkdir(parents=True, exist_ok=True)
         try:
             self._run = self._begin(info, run_id, mode)
         except Exception as error:

@@ -5,22 +5,23 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 import yaml
 
 from mpc_dist.runtime.lines import LineReceiver, open_store
 from mpc_dist.runtime.mesh import Launch
 from mpc_dist.training import journal as journal_module
 from mpc_dist.training.config import ConfigParser
-from mpc_dist.training.journal import Collector, Journal
+from mpc_dist.training.journal import Gatherer, Journal
 from mpc_dist.training.loop import train
 from mpc_dist.training.metrics import MetricsFile, read_metrics
-from mpc_dist.training.tracking import RunInfo, TrackingConfig, merge_rows, name_figures
+from mpc_dist.training.tracking import TrackingConfig, merge_rows, name_figures
 from mpc_dist.training.wandb_tracker import choose_mode, has_key
 from tests.conftest import ROOT
 from tests.training.wandb_file import RunFile, read_run_file
@@ -228,77 +229,138 @@ def test_a_planned_run_has_its_plan_and_the_plans_picture(unreachable: Tracked):
     assert (run_file.parent / "files" / "plan.yaml").read_text() == (unreachable.folder / "plan.yaml").read_text()
 
 
-class Recorder:
-    """A tracker that keeps what it is told, and fails or hangs where it is told to."""
+BROKEN_WANDB = """
+import os, time
 
-    def __init__(self, *, fails_in: str = "", hangs_in: str = "") -> None:
-        self.calls: list[str] = []
-        self.rows: list[Mapping[str, Any]] = []
-        self.succeeded: bool | None = None
-        self._fails_in, self._hangs_in = fails_in, hangs_in
+WHERE = os.environ["BREAKS_IN"]
+run = None
 
-    def _called(self, name: str) -> None:
-        self.calls.append(name)
-        if name == self._fails_in:
-            raise RuntimeError(f"no {name}\ntoday")
-        if name == self._hangs_in:
-            time.sleep(30)
 
-    def start(self, info: RunInfo) -> None:
-        self._called("start")
+def breaks(where):
+    if where == WHERE:
+        raise RuntimeError(f"no {where}\\ntoday")
 
-    def log(self, row: Mapping[str, Any]) -> None:
-        self.rows.append(row)
-        self._called("log")
 
-    def show(self, name: str, figure: Path) -> None:
-        self._called("show")
+breaks("import")
 
-    def finish(self, summary: Mapping[str, Any], *, succeeded: bool) -> None:
-        self.succeeded = succeeded
-        self._called("finish")
+
+class Settings:
+    model_fields = {}
+
+
+class Image:
+    def __init__(self, path):
+        breaks("show")
+
+
+class Run:
+    settings = type("Settings", (), {"sync_dir": "nowhere"})
+    summary = {}
+
+    def define_metric(self, *_, **__):
+        pass
+
+    def log(self, row):
+        if "step" in row:
+            breaks("log")
+            if WHERE == "death":
+                os._exit(3)
+
+    def finish(self, exit_code):
+        breaks("finish")
+        time.sleep(60 if WHERE == "hang" else 0)
+
+
+def init(**_):
+    breaks("start")
+    return Run()
+
+
+def teardown():
+    pass
+"""
+
+
+@pytest.fixture
+def break_wandb(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Puts a W&B in the place of the real one that raises, dies or hangs where it is told to."""
+
+    def install(where: str) -> None:
+        folder = tmp_path_factory.mktemp("broken")
+        (folder / "wandb").mkdir()
+        (folder / "wandb" / "__init__.py").write_text(BROKEN_WANDB)
+        monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{ROOT}")
+        monkeypatch.setenv("BREAKS_IN", where)
+
+    return install
 
 
 @pytest.fixture
 def small_config(tmp_path: Path) -> Any:
-    arguments = [*SMALL, "--parallel.stages", "1", "--training.folder", str(tmp_path), "--tracking.wandb", "true"]
+    arguments = [
+        *SMALL,
+        "--parallel.stages",
+        "1",
+        "--training.folder",
+        str(tmp_path),
+        "--tracking.wandb",
+        "true",
+        "--tracking.mode",
+        "offline",
+    ]
     arguments[1] = str(ROOT / arguments[1])
     config, _ = ConfigParser(arguments, prog="", description="").parse()
     return config
 
 
-@pytest.mark.parametrize("where", ["start", "log", "show", "finish"])
-def test_a_tracker_that_raises_is_said_once_and_loses_nothing(where, small_config, tmp_path, monkeypatch, capsys):
-    tracker = Recorder(fails_in=where)
-    monkeypatch.setattr(journal_module, "WandbTracker", lambda *_, **__: tracker)
-    picture = tmp_path / "a.png"
-    scores = train(small_config, Launch(), is_quiet=True, draw=lambda *_: {"a": picture})
+def train_with_picture(config: Any, folder: Path) -> None:
+    scores = train(config, Launch(), is_quiet=True, draw=lambda *_: {"a": folder / "a.png"})
     assert scores[4].loss > 0
-    events = [line["event"] for line in read_metrics(tmp_path, 0) if line["event"] != "timeline"]
+    events = [line["event"] for line in read_metrics(folder, 0) if line["event"] != "timeline"]
     assert events == ["start", *["step"] * 3, "evaluation", *["step"] * 3, "evaluation", "end"]
-    said = capsys.readouterr().err
-    assert said.count("tracking:") == said.count("\n") == 1
-    assert f"tracking: stopped ({where}: RuntimeError: no {where} today); training goes on" in said
-    assert tracker.calls[-1] == where  # it is not called again
 
 
-def test_a_picture_that_cannot_be_drawn_costs_only_the_picture(small_config, monkeypatch, capsys):
-    tracker = Recorder()
-    monkeypatch.setattr(journal_module, "WandbTracker", lambda *_, **__: tracker)
+@pytest.mark.parametrize("where", ["import", "start", "log", "show", "finish"])
+def test_a_tracker_that_raises_is_said_once_and_loses_nothing(where, small_config, tmp_path, break_wandb, capfd):
+    break_wandb(where)
+    train_with_picture(small_config, tmp_path)
+    said = capfd.readouterr().err
+    assert said.count("tracking: stopped") == 1
+    method = "start" if where == "import" else where
+    assert f"tracking: stopped ({method}: RuntimeError: no {where} today); training goes on, and the metrics" in said
 
+
+def test_a_tracker_that_dies_is_said_once_and_loses_nothing(small_config, tmp_path, break_wandb, capfd):
+    break_wandb("death")
+    train_with_picture(small_config, tmp_path)
+    assert capfd.readouterr().err.count("stopped (its process ended with exit code 3); training goes on") == 1
+
+
+def test_a_tracker_that_hangs_does_not_hold_up_the_end(small_config, tmp_path, break_wandb, monkeypatch, capfd):
+    monkeypatch.setattr(journal_module, "PROCESS_PATIENCE", 3.0)
+    break_wandb("hang")
+    start = time.monotonic()
+    train_with_picture(small_config, tmp_path)
+    assert time.monotonic() - start < 50  # it hangs for 60 s
+    assert "given up after 3 s; the metrics files have every figure" in capfd.readouterr().err
+
+
+def test_a_picture_that_cannot_be_drawn_costs_only_the_picture(small_config, tmp_path, break_wandb, capfd):
     def draw(*_: object) -> dict[str, Path]:
         raise ValueError("no ink")
 
+    break_wandb("nowhere")
     train(small_config, Launch(), is_quiet=True, draw=draw)
-    assert "the figures of the run cannot be drawn (ValueError: no ink)" in capsys.readouterr().err
-    assert {row["step"] for row in tracker.rows} == {1, 2, 3, 4, 5, 6}
-    assert tracker.succeeded is True
+    said = capfd.readouterr().err
+    assert "the figures of the run cannot be drawn (ValueError: no ink)" in said
+    assert "stopped" not in said
 
 
 START = {
     "config": {
         "horizon": {"mode": "fixed", "windows": "sliding", "size": 1, "unit": "stages"},
-        "model": {"num_blocks": 2},
+        "model": {"name": "gpt", "num_blocks": 2},
+        "data": {"name": "text"},
     },
     "num_stages": 2,
     "num_replicas": 1,
@@ -315,65 +377,56 @@ def write_run(folder: Path, journal: Journal) -> None:
     metrics.write(event="timeline", step=1, actions=[])
 
 
-def test_training_that_fails_ends_the_run_as_failed(tmp_path):
-    tracker = Recorder()
+def offline(folder: Path, **options: Any) -> Journal:
+    return Journal(Gatherer(TrackingConfig(wandb=True, mode="offline"), folder, **options))
+
+
+def test_training_that_fails_ends_the_run_as_failed(tmp_path, monkeypatch):
+    for name in ("CONFIG", "CACHE", "DATA"):
+        monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / "places"))
 
     def fail() -> None:
-        with Journal(Collector(tracker, tmp_path)) as journal:
+        with offline(tmp_path) as journal:
             write_run(tmp_path, journal)
             raise KeyError("a step")
 
     with pytest.raises(KeyError, match="a step"):
         fail()
-    assert tracker.succeeded is False
-    assert tracker.rows == [{"step": 1, "loss/boundary_1": 0.5, "rank_0/bubble": 0.25}]
+    (path,) = (tmp_path / "wandb").rglob("*.wandb")
+    run = read_run_file(path)
+    assert logged_figures(run) == {(1, "loss/boundary_1"): 0.5, (1, "rank_0/bubble"): 0.25}
+    assert run.exit_code == 1
 
 
-def test_a_tracker_that_hangs_does_not_hold_up_the_end(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(journal_module, "FINISH_SECONDS", 0.2)
-    monkeypatch.setattr(journal_module, "PATIENCE", 0.1)
-    start = time.monotonic()
-    with Journal(Collector(Recorder(hangs_in="finish"), tmp_path)) as journal:
-        write_run(tmp_path, journal)
-    assert time.monotonic() - start < 15  # the tracker hangs for 30 s
-    assert "given up after" in capsys.readouterr().err
-
-
-def test_a_rank_that_is_gone_is_waited_for_a_while_only(tmp_path, monkeypatch, capsys):
-    import torch.distributed as dist
-
+def test_a_rank_that_is_gone_is_waited_for_a_while_only(tmp_path, break_wandb, monkeypatch, capfd):
+    break_wandb("nowhere")
     monkeypatch.setattr(journal_module, "PATIENCE", 0.2)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    tracker = Recorder()
-    receiver = LineReceiver(open_store(store, "x"), [1, 2])
-    with Journal(Collector(tracker, tmp_path, receiver=receiver)) as journal:
+    with offline(tmp_path, receiver=LineReceiver(open_store(store, "x"), [1, 2])) as journal:
         write_run(tmp_path, journal)
-    assert "the last lines of ranks 1, 2 did not arrive" in capsys.readouterr().err
-    assert tracker.succeeded is True
+    said = capfd.readouterr().err
+    assert "the last lines of ranks 1, 2 did not arrive" in said
+    assert "stopped" not in said
 
 
-def test_a_store_that_breaks_costs_the_other_ranks_figures_only(tmp_path, capsys):
+def test_a_store_that_breaks_costs_the_other_ranks_figures_only(tmp_path, break_wandb, capfd):
     class Broken(LineReceiver):
         def receive(self) -> list[tuple[int, str]]:
             raise RuntimeError("connection reset")
 
-    import torch.distributed as dist
-
-    tracker = Recorder()
-    with Journal(Collector(tracker, tmp_path, receiver=Broken(dist.HashStore(), [1]))) as journal:
+    break_wandb("nowhere")
+    with offline(tmp_path, receiver=Broken(dist.HashStore(), [1])) as journal:
         write_run(tmp_path, journal)
-    assert "no longer arrive (RuntimeError: connection reset)" in capsys.readouterr().err
-    assert len(tracker.rows) == 1
-    assert tracker.succeeded is True
+    said = capfd.readouterr().err
+    assert said.count("no longer arrive (RuntimeError: connection reset)") == 1
+    assert "stopped" not in said
 
 
 def test_a_run_is_not_tracked_unless_asked_to(small_config, tmp_path, monkeypatch):
-    from dataclasses import replace
-
-    def build(*_: object, **__: object) -> Recorder:
+    def build(*_: object, **__: object) -> Gatherer:
         raise AssertionError("nobody asked for it")
 
-    monkeypatch.setattr(journal_module, "WandbTracker", build)
+    monkeypatch.setattr(journal_module, "Gatherer", build)
     train(replace(small_config, tracking=TrackingConfig()), Launch(), is_quiet=True)
     assert not (tmp_path / "wandb").exists()
 

@@ -31,7 +31,9 @@ class Family:
     @property
     def title(self) -> str:
         """The horizon, and what was chosen if that was left open."""
-        return f"auto ({', '.join(self.ran)})" if self.horizon == "auto" else self.horizon
+        if self.horizon == "auto":
+            return f"auto ({', '.join(self.ran)})"
+        return f"h = {self.horizon}" if self.horizon.isdigit() else self.horizon
 
     def over_seeds(self, name: str) -> tuple[float, float]:
         """Mean and standard deviation of a figure; the deviation of a single seed is 0."""
@@ -108,9 +110,11 @@ class SweepReport:
             _draw_curves(by_time, family, "seconds", colours[family.horizon])
         by_step.set_xlabel("step")
         by_time.set_xlabel("seconds")
+        for axes in (by_step, by_time):
+            axes.set_xlim(left=0)
         by_step.set_title("Test loss by steps", loc="left", fontsize=10)
         by_time.set_title("Test loss by time", loc="left", fontsize=10)
-        by_step.legend(title="horizon", fontsize=8)
+        by_step.legend(title="test loss at the end", fontsize=8)
         self._draw_memory(memory, colours)
         self._draw_speed(speed, colours)
         for axes in (by_step, by_time, memory, speed):

@@ -9,6 +9,7 @@ python launch/bench.py plan --stages 2,4
 python launch/bench.py regret --cifar data/cifar-10-batches-py
 python launch/bench.py adaptive --steps 400
 python launch/bench.py checkpoint --stages 8
+python launch/bench.py tracking --ranks 8
 """
 
 import argparse
@@ -31,6 +32,7 @@ from mpc_dist.bench.regret import bench_regret, list_models
 from mpc_dist.bench.rows import Row, build_table, write_rows
 from mpc_dist.bench.scale import bench_scale
 from mpc_dist.bench.schedule import WINDOWS, Setting, bench_schedule, list_systems, speed_ups
+from mpc_dist.bench.tracking import TrackingSetting, bench_tracking
 from mpc_dist.data import TextData
 from mpc_dist.models import GPT
 from mpc_dist.training.config import Config
@@ -191,6 +193,21 @@ def run_checkpoint(options: argparse.Namespace, console: Console) -> list[Row]:
     return rows
 
 
+def run_tracking(options: argparse.Namespace, console: Console) -> list[Row]:
+    """Step time with every step tracked in W&B (offline) beside untracked, on gloo ranks with emulated compute."""
+    setting = TrackingSetting(
+        num_ranks=options.ranks,
+        num_microbatches=options.microbatches,
+        seconds=options.f,
+        num_steps=options.steps,
+        repeats=options.repeats,
+    )
+    with console.status("measuring"):
+        rows = bench_tracking(setting)
+    console.print(build_table(rows, f"{options.ranks} ranks, f = {1000 * options.f:g} ms, a line per step and rank"))
+    return rows
+
+
 Benchmark = Callable[[argparse.Namespace, Console], list[Row]]
 
 
@@ -264,6 +281,13 @@ def build_parser() -> argparse.ArgumentParser:
     checkpoint.add_argument("--every", type=int, default=20, help="steps between checkpoints")
     checkpoint.add_argument("--steps", type=int, default=60, help="steps per repeat")
     checkpoint.add_argument("--repeats", type=int, default=5, help="alternating repeats, whose median is reported")
+
+    tracking = add("tracking", run_tracking)
+    tracking.add_argument("--ranks", type=int, default=8, help="ranks, one stage each")
+    tracking.add_argument("--microbatches", type=int, default=4, help="micro-batches per step")
+    tracking.add_argument("--f", type=float, default=0.01, help="seconds of one stage's forward of one micro-batch")
+    tracking.add_argument("--steps", type=int, default=40, help="timed steps of each part of a round")
+    tracking.add_argument("--repeats", type=int, default=10, help="rounds in which tracked and untracked alternate")
 
     scale = add("scale", run_scale)
     scale.add_argument("--stages", type=whole_numbers, default=(4, 8, 16, 64, 256, 1024), help="numbers of stages")

@@ -13,11 +13,19 @@ from pathlib import Path
 from rich.console import Console
 
 from mpc_dist.runtime.mesh import Launch
+from mpc_dist.schedule import Costs
 from mpc_dist.training.accelerate import obey_accelerate
 from mpc_dist.training.auto import train_as_planned
-from mpc_dist.training.config import ConfigParser
+from mpc_dist.training.config import Config, ConfigParser
 
 EXIT_BAD_INPUT = 2
+
+
+def draw(config: Config, costs: Costs | None) -> dict[str, Path]:
+    """The pictures of a tracked run."""
+    from mpc_dist.report.pictures import draw_run  # slow to import, and one rank of a tracked run needs it
+
+    return draw_run(config, costs)
 
 
 def main() -> int:
@@ -29,7 +37,8 @@ def main() -> int:
         parser.parser.add_argument("--local_rank", type=int, help="Given by the deepspeed launcher; not needed.")
         config, options = parser.parse()
         config = obey_accelerate(config, launch.accelerate, parser.given())
-        config, scores = train_as_planned(config, launch, None if options.plan is None else Path(options.plan))
+        plan = None if options.plan is None else Path(options.plan)
+        config, scores = train_as_planned(config, launch, plan, draw=draw)
     except (ValueError, OSError) as error:
         # Every rank finds the same mistake: one of them says it.
         if launch.rank == 0:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from mpc_dist import __version__
-from mpc_dist.commands import angles, demo, export, plan, report, schedule
+from mpc_dist.commands import angles, demo, export, plan, report, schedule, sweep
 from mpc_dist.validation import look_up
 
+EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 
@@ -29,6 +30,7 @@ COMMANDS = {
     "plan": Command(plan.run, plan.SUMMARY),
     "report": Command(report.run, report.SUMMARY),
     "schedule": Command(schedule.run, schedule.SUMMARY),
+    "sweep": Command(sweep.run, sweep.SUMMARY),
 }
 
 
@@ -43,9 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         look_up("command", words[0], COMMANDS).run(words[1:])
-    except (ValueError, OSError, MemoryError) as error:
+    except (ValueError, OSError, MemoryError, sweep.SweepError) as error:
         Console(stderr=True).print(f"mpc-dist: error: {error}", highlight=False, markup=False, soft_wrap=True)
-        return EXIT_BAD_INPUT
+        return EXIT_FAILED if isinstance(error, sweep.SweepError) else EXIT_BAD_INPUT
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     return 0

@@ -11,18 +11,20 @@ from mpc_dist.planner.search import Request
 from mpc_dist.runtime.mesh import Launch, join
 from mpc_dist.runtime.stage import Score
 from mpc_dist.training.config import Config
-from mpc_dist.training.loop import train
+from mpc_dist.training.loop import DrawRun, train
 from mpc_dist.training.planning import Probe, apply_plan, plan_for
 
 
-def train_as_planned(config: Config, launch: Launch, plan_file: Path | None = None) -> tuple[Config, dict[int, Score]]:
+def train_as_planned(
+    config: Config, launch: Launch, plan_file: Path | None = None, *, draw: DrawRun | None = None
+) -> tuple[Config, dict[int, Score]]:
     """Train by the plan, if there is one; the configuration that was run, and the last evaluation."""
     if plan_file is not None:
         plan = Plan.read(plan_file)
     elif config.horizon.mode == "auto":
         plan = _plan_at_start(config, launch)
     else:
-        return config, train(config, launch)
+        return config, train(config, launch, draw=draw)
     planned = apply_plan(config, plan)
     if launch.world_size != planned.num_ranks:
         raise ValueError(
@@ -31,7 +33,7 @@ def train_as_planned(config: Config, launch: Launch, plan_file: Path | None = No
         )
     if launch.rank == 0:
         plan.write(Path(config.training.folder) / "plan.yaml")
-    return planned, train(planned, launch, costs=plan.build_costs())
+    return planned, train(planned, launch, costs=plan.build_costs(), draw=draw)
 
 
 def _plan_at_start(config: Config, launch: Launch) -> Plan:

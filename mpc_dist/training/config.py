@@ -30,6 +30,7 @@ from mpc_dist.training.sections import (
     ParallelConfig,
     TrainingConfig,
 )
+from mpc_dist.training.tracking import TrackingConfig
 from mpc_dist.validation import check_whole, is_whole, look_up, suggest
 from mpc_dist.windows import check_horizon
 
@@ -76,6 +77,8 @@ class Config:
     """How long to train, and what is done on the way."""
     checkpoints: CheckpointsConfig = field(default_factory=CheckpointsConfig)
     """What is kept of a run to go on later."""
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    """Where a run is reported besides its metrics files."""
     batch_size: int = 32
     """Samples per batch and replica."""
     seed: int = 0

@@ -1,7 +1,7 @@
 """The training loop: the same on every rank, each with its stage."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
@@ -27,6 +27,7 @@ from mpc_dist.schedule import Costs, lay_out
 from mpc_dist.training.checkpoint import CheckpointSaver, SavedCheckpoint
 from mpc_dist.training.checkpoint_folder import folder_of
 from mpc_dist.training.config import Config
+from mpc_dist.training.journal import Journal, open_journal
 from mpc_dist.training.loss_memory import LossMemory
 from mpc_dist.training.metrics import MetricsFile, read_metrics
 from mpc_dist.training.optimizer import LearningRate, build_optimizer
@@ -36,13 +37,23 @@ from mpc_dist.windows import Windows, expand, tumbling
 NUM_TIMELINES = 20
 """Of how many last steps the metrics hold when each action ran."""
 
+DrawRun = Callable[[Config, Costs | None], Mapping[str, Path]]
+"""Draws a run's schedule and plan into its folder: the file of each, by name."""
 
-def train(config: Config, launch: Launch, *, costs: Costs | None = None, is_quiet: bool = False) -> dict[int, Score]:
+
+def train(
+    config: Config,
+    launch: Launch,
+    *,
+    costs: Costs | None = None,
+    is_quiet: bool = False,
+    draw: DrawRun | None = None,
+) -> dict[int, Score]:
     """Train as configured, with a progress bar on rank 0 unless quiet.
 
-    `costs` are what the order of actions is built for; without them a forward costs 1 per block. Returns the last
-    evaluation of this rank's readouts, by boundary. What is wrong with the configuration is found before the ranks
-    meet.
+    `costs` are what the order of actions is built for; without them a forward costs 1 per block. `draw` makes the
+    pictures that are tracked. Returns the last evaluation of this rank's readouts, by boundary. What is wrong with the
+    configuration is found before the ranks meet.
     """
     parallel = config.parallel
     check_world(launch, num_stages=parallel.stages, num_replicas=config.data_parallel.degree)
@@ -50,6 +61,7 @@ def train(config: Config, launch: Launch, *, costs: Costs | None = None, is_quie
     zero = config.data_parallel.read_zero()
     if zero is not None:
         check_settings(zero, config.training.clip_norm, config.torch_device.type)
+    config.tracking.check_installed()
     data = config.data.load()
     parts = build_parts(config.model, data.task, readout=config.readout.kind, seed=config.seed)
     batches = Batches(data.train, batch_size=config.batch_size * config.data_parallel.degree, seed=config.seed)
@@ -87,8 +99,16 @@ def train(config: Config, launch: Launch, *, costs: Costs | None = None, is_quie
         zero=zero,
         timeout=timeout,
     )
-    with pipeline:
-        loop = _Loop(config, launch, mesh, pipeline, data, batches, growing, is_quiet=is_quiet)
+    journal = open_journal(
+        config.tracking,
+        rank=launch.rank,
+        num_ranks=launch.world_size,
+        folder=Path(config.training.folder),
+        draw=None if draw is None else partial(draw, config, costs),
+        is_resumed=saved is not None,
+    )
+    with pipeline, journal:
+        loop = _Loop(config, launch, mesh, pipeline, data, batches, growing, journal, is_quiet=is_quiet)
         return loop.run(saved)
 
 
@@ -109,6 +129,7 @@ class _Loop:
         data: Dataset,
         batches: Batches,
         growing: GrowingHorizon | None,
+        journal: Journal,
         *,
         is_quiet: bool,
     ) -> None:
@@ -131,12 +152,13 @@ class _Loop:
         )
         self._save_failure: str | None = None
         self._rank = launch.rank
+        self._listener = journal.put
 
     def run(self, saved: SavedCheckpoint | None) -> dict[int, Score]:
         """Train to the end, evaluating and saving on the way; `saved` is where to go on from."""
         training = self._config.training
         first = 1 if saved is None else saved.state.step + 1
-        self._metrics = MetricsFile(self._folder, self._rank, is_continued=saved is not None)
+        self._metrics = MetricsFile(self._folder, self._rank, self._listener, is_continued=saved is not None)
         self._write_start()
         self._prepare(saved)
         started = time.perf_counter()

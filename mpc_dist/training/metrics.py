@@ -2,16 +2,25 @@
 
 import json
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 
 class MetricsFile:
-    """Appends one rank's metrics to its file."""
+    """Appends one rank's metrics to its file; `listener` is told the event and the text of every line."""
 
-    def __init__(self, folder: Path, rank: int, *, is_continued: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        listener: Callable[[str, str], None] = lambda *_: None,
+        *,
+        is_continued: bool = False,
+    ) -> None:
         """A new file, or one that goes on after what a run wrote before it was interrupted."""
+        self._listener = listener
         folder.mkdir(parents=True, exist_ok=True)
         self._path = metrics_path(folder, rank)
         before = self._path.read_bytes() if is_continued and self._path.exists() else b""
@@ -20,8 +29,10 @@ class MetricsFile:
 
     def write(self, **values: Any) -> None:
         """Add a line; the time is added to it."""
+        line = json.dumps({**values, "time": time.time()})
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({**values, "time": time.time()}) + "\n")
+            file.write(line + "\n")
+        self._listener(values["event"], line)
 
 
 def metrics_path(folder: Path, rank: int) -> Path:

@@ -139,3 +139,16 @@ def test_window_names_are_read():
     assert parse_windows("sliding:2", 4) == sliding(4, 2)
     assert parse_windows("tumbling:2", 4) == tumbling(4, 2)
     assert parse_windows("backprop", 4) == backprop(4)
+
+
+def test_the_tracking_benchmark_compares_tracked_with_untracked_steps(tmp_path: Path, monkeypatch):
+    for name in ("CONFIG", "CACHE", "DATA"):
+        monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / "places"))
+    out = tmp_path / "rows.json"
+    done = run(*"tracking --ranks 2 --microbatches 1 --f 0.02 --steps 3 --repeats 1 --json".split(), str(out))
+    assert done.returncode == 0, done.stderr
+    rows = {row["system"]: row for row in json.loads(out.read_text())}
+    assert set(rows) == {"untracked", "W&B offline"}
+    for row in rows.values():
+        assert row["step_seconds"] > 0.9 * 3 * 0.02
+    assert rows["W&B offline"]["ratio of medians"] > 0

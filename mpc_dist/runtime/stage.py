@@ -149,7 +149,8 @@ class Stage:
         yield scores
 
     def _scope(self) -> Scope:
-        device = next((p.device for p in self.parameters), torch.device("cpu"))
+        # Of any parameter: a stage may be frozen and still drop features.
+        device = next((p.device for _, p in self.named_parameters()), torch.device("cpu"))
         # The readout after block b has the number -(b + 1): see Segment.
         is_random = {index: has_dropout(block) for index, block in self.blocks.items()}
         is_random |= {-boundary: has_dropout(readout) for boundary, readout in self.readouts.items()}
@@ -213,7 +214,9 @@ class Stage:
         if self._options.clip_scope == "stage" or self._sum_over_stages is None:
             torch.nn.utils.clip_grad_norm_(self.parameters, max_norm)
             return
-        squares = torch.stack([gradient.float().square().sum() for gradient in gradients]).sum()
+        # Of nothing on a stage that is frozen, which still has to take part in the sum.
+        zero = next(p for _, p in self.named_parameters()).new_zeros((), dtype=torch.float32)
+        squares = torch.stack([zero, *(gradient.float().square().sum() for gradient in gradients)]).sum()
         self._sum_over_stages(squares)
         torch.nn.utils.clip_grads_with_norm_(self.parameters, max_norm, squares.sqrt())
 

@@ -19,6 +19,7 @@ from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
 from mpc_dist.data import DATA, MAX_SEED, DataSource, TextData
 from mpc_dist.models import GPT, MODELS, BlockModel
+from mpc_dist.models.hugging_face import LoraConfig, adapt
 from mpc_dist.readout import ReadoutConfig
 from mpc_dist.schedule import split_evenly
 from mpc_dist.schedule.layout import check_partition
@@ -57,6 +58,8 @@ class Config:
 
     model: BlockModel = field(default_factory=GPT)
     """The network; `--model.name` chooses its family."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Adapters for model 'hf'."""
     data: DataSource = field(default_factory=TextData)
     """The data set; `--data.name` chooses it."""
     readout: ReadoutConfig = field(default_factory=ReadoutConfig)
@@ -85,6 +88,7 @@ class Config:
     def __post_init__(self) -> None:
         for horizon in self.angles.horizons or ():
             check_horizon(horizon, self.model.num_blocks)
+        adapt(self.model, self.lora)
         check_whole("batch_size", self.batch_size, minimum=1)
         check_partition(self.partition, self.model.num_blocks)
         self.horizon.build(self.partition)
@@ -96,6 +100,11 @@ class Config:
         check_whole("seed", self.seed, minimum=0, maximum=MAX_SEED)
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("device 'cuda' is not available on this machine; use 'cpu' or 'auto'")
+
+    @property
+    def trained_model(self) -> BlockModel:
+        """The network, with its adapters if it has any."""
+        return adapt(self.model, self.lora)
 
     @property
     def partition(self) -> tuple[int, ...]:

@@ -43,7 +43,7 @@ def train(config: Config, launch: Launch, *, costs: Costs | None = None, is_quie
     check_world(launch, num_stages=parallel.stages, num_replicas=config.data_parallel.degree)
     layout = lay_out(config.horizon.build(config.partition), config.partition)
     data = config.data.load()
-    parts = build_parts(config.model, data.task, readout=config.readout.kind, seed=config.seed)
+    parts = build_parts(config.trained_model, data.task, readout=config.readout.kind, seed=config.seed)
     batches = Batches(data.train, batch_size=config.batch_size * config.data_parallel.degree, seed=config.seed)
     timeout = timedelta(seconds=parallel.timeout)
     mesh = build_mesh(

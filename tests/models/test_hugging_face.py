@@ -336,7 +336,7 @@ def test_weights_that_do_not_fit_are_named(tmp_path):
         ValueError, match=r"transformer\.h\.0\.mlp\.c_fc\.weight is \(8, 32\) there, \(8, 16\) in the mo"
     ):
         build_chain(HuggingFace(path=path, overrides={"n_inner": 16}), task, boundaries=[])
-    with pytest.raises(ValueError, match=r"transformer\.h\.3\.attn\.c_attn\.bias is missing there"):
+    with pytest.raises(ValueError, match=r"transformer\.h\.3\.ln_1\.weight is missing there"):
         build_parts(HuggingFace(path=path, overrides={"n_layer": 4}), task).block(3)
     with pytest.raises(
         ValueError, match=r"holds transformer\.h\.2\..*, but the model has 2 layers; leave out model\.over"

@@ -345,7 +345,7 @@ def test_weights_that_do_not_fit_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"is a gpt2, but model\.architecture is llama; make them agree"):
         build_chain(HuggingFace(path=path, architecture="llama"), task)
     (tmp_path / "model.safetensors").write_bytes(b"nonsense")
-    with pytest.raises(ValueError, match=r"weights .*model\.safetensors cannot be read: .*; save them again"):
+    with pytest.raises(ValueError, match=r"weights .*model\.safetensors cannot be read: .*; save or fetch them again"):
         build_chain(HuggingFace(path=path), task)
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../../secret"}}')

@@ -3,6 +3,8 @@
 from typing import Protocol
 
 from mpc_dist.data.dataset import MAX_SEED, Batch, Batches, Dataset, Split
+from mpc_dist.data.hugging_face import HfImagesData, HfTextData
+from mpc_dist.data.image_folder import ImageFolderData
 from mpc_dist.data.images import Cifar10Data, Cifar100Data, DigitsData
 from mpc_dist.data.synthetic import LinearData, TrigonometricData
 from mpc_dist.data.text import TextData
@@ -22,6 +24,9 @@ DATA: dict[str, type[DataSource]] = {
     "cifar10": Cifar10Data,
     "cifar100": Cifar100Data,
     "text": TextData,
+    "hf_text": HfTextData,
+    "hf_images": HfImagesData,
+    "image_folder": ImageFolderData,
 }
 
 __all__ = [
@@ -34,6 +39,9 @@ __all__ = [
     "DataSource",
     "Dataset",
     "DigitsData",
+    "HfImagesData",
+    "HfTextData",
+    "ImageFolderData",
     "LinearData",
     "Split",
     "TextData",

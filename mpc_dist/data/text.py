@@ -51,7 +51,7 @@ class TextData:
                     f"the {part} part of {self.path or 'the text'} has {len(part_tokens)} {self.unit}, too few for a "
                     f"data.context of {self.context} plus 1; use more text, a smaller context or another test_fraction"
                 )
-        train, test = (_chunks(part_tokens, self.context) for part_tokens in parts.values())
+        train, test = (cut_into_chunks(part_tokens, self.context) for part_tokens in parts.values())
         return Dataset(Task("tokens", (self.context,), vocabulary), train, test)
 
     def _files(self) -> list[Path]:
@@ -93,7 +93,7 @@ def _tokenise(raw: bytes, unit: Literal["bytes", "characters"], *, is_cut: bool)
     return ids.astype(np.int64), max(len(alphabet), 1)
 
 
-def _chunks(tokens: NDArray[np.int64], context: int) -> Split:
+def cut_into_chunks(tokens: NDArray[np.int64], context: int) -> Split:
     """Non-overlapping chunks: an epoch reads every token once."""
     text = torch.from_numpy(tokens)
     offsets = torch.arange(context + 1)

@@ -60,7 +60,9 @@ class Parts:
 
     def readout(self, boundary: int) -> nn.Module:
         """The readout at a boundary."""
-        return build_readout(self.model, self.task, self.readout_kind, boundary, head=self.head(), seed=self.seed)
+        needs_head = self.readout_kind == "shared" or boundary == self.model.num_blocks
+        head = self.head() if needs_head else None
+        return build_readout(self.model, self.task, self.readout_kind, boundary, head=head, seed=self.seed)
 
 
 def build_parts(model: BlockModel, task: Task, *, readout: ReadoutKind = "local", seed: int = 0) -> Parts:
@@ -88,10 +90,14 @@ def build_chain(
 
 
 def build_readout(
-    model: BlockModel, task: Task, kind: ReadoutKind, boundary: int, *, head: nn.Module, seed: int
+    model: BlockModel, task: Task, kind: ReadoutKind, boundary: int, *, head: nn.Module | None, seed: int
 ) -> nn.Module:
-    """The readout of that kind at a boundary; the last boundary's is the model's own `head`, whatever the kind."""
+    """The readout of that kind at a boundary; the last boundary's is the model's own `head`, whatever the kind.
+
+    The head may be left out where it is not needed: it can be large.
+    """
     if boundary == model.num_blocks:
+        assert head is not None
         return head
     width, last_width = model.width_at(boundary, task), model.width_at(model.num_blocks, task)
     if kind == "identity" and width != task.num_outputs:
@@ -109,9 +115,14 @@ def build_readout(
         "pool": lambda: pool(width, task.num_outputs),
         "project": lambda: project(width, task.num_outputs, seed=_part_seed(seed, f"project {boundary}")),
         "local": lambda: _seeded(partial(model.build_head, boundary, task), seed, f"head {boundary}"),
-        "shared": lambda: Shared(head),
+        "shared": lambda: Shared(_given(head)),
     }
     return readouts[kind]()
+
+
+def _given(head: nn.Module | None) -> nn.Module:
+    assert head is not None, "a shared readout needs the final head"
+    return head
 
 
 def _part_seed(seed: int, part: str) -> int:

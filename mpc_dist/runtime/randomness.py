@@ -41,7 +41,7 @@ class Randomness:
 
 
 def has_dropout(module: nn.Module) -> bool:
-    """Whether the module draws random numbers in training: a dropout layer, or an attribute `dropout` above 0."""
+    """Whether the module draws random numbers in training: a dropout layer, or a rate above 0 among its attributes."""
     rates = [part.p for part in module.modules() if isinstance(part, nn.modules.dropout._DropoutNd)]
-    named = [getattr(part, "dropout", 0) for part in module.modules()]
+    named = [getattr(part, name, 0) for part in module.modules() for name in ("dropout", "attention_dropout")]
     return any(rate > 0 for rate in (*rates, *(rate for rate in named if isinstance(rate, float))))

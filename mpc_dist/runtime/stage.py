@@ -167,7 +167,8 @@ class Stage:
         yield scores
 
     def _scope(self) -> Scope:
-        device = next((p.device for p in self.parameters), torch.device("cpu"))
+        # Of any parameter: a stage may be frozen and still drop features.
+        device = next((p.device for _, p in self.named_parameters()), torch.device("cpu"))
         # The readout after block b has the number -(b + 1): see Segment.
         is_random = {index: has_dropout(block) for index, block in self.blocks.items()}
         is_random |= {-boundary: has_dropout(readout) for boundary, readout in self.readouts.items()}

@@ -19,6 +19,7 @@ from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
 from mpc_dist.data import DATA, MAX_SEED, DataSource, TextData
 from mpc_dist.models import GPT, MODELS, BlockModel
+from mpc_dist.models.hugging_face import LoraConfig, adapt
 from mpc_dist.readout import ReadoutConfig
 from mpc_dist.schedule import split_evenly
 from mpc_dist.schedule.layout import check_partition
@@ -59,6 +60,8 @@ class Config:
 
     model: BlockModel = field(default_factory=GPT)
     """The network; `--model.name` chooses its family."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Adapters for model 'hf'."""
     data: DataSource = field(default_factory=TextData)
     """The data set; `--data.name` chooses it."""
     readout: ReadoutConfig = field(default_factory=ReadoutConfig)
@@ -91,6 +94,7 @@ class Config:
     def __post_init__(self) -> None:
         for horizon in self.angles.horizons or ():
             check_horizon(horizon, self.model.num_blocks)
+        adapt(self.model, self.lora)
         check_whole("batch_size", self.batch_size, minimum=1)
         check_partition(self.partition, self.model.num_blocks)
         self.horizon.build(self.partition)
@@ -116,6 +120,11 @@ class Config:
             )
         if self.dtype != "float32":
             raise ValueError(f"data_parallel.sharding deepspeed works in float32, got dtype {self.dtype}; use float32")
+
+    @property
+    def trained_model(self) -> BlockModel:
+        """The network, with its adapters if it has any."""
+        return adapt(self.model, self.lora)
 
     @property
     def partition(self) -> tuple[int, ...]:

@@ -83,7 +83,7 @@ def test_every_shipped_config_is_valid(path):
     ("text", "message"),
     [
         ("model: {name: gtp}", "unknown model 'gtp'; did you mean 'gpt'?"),
-        ("model: {name: 3}", "unknown model 3; .*known: gpt, res_linear"),
+        ("model: {name: 3}", "unknown model 3; .*known: gpt, hf, res_linear"),
         ("data: {name: txt}", "unknown data 'txt'; did you mean 'text'?"),
         ("model: {name: gpt, widht: 3}", r"config.yaml: unknown key 'model\.widht'; did you mean 'width'?"),
         ("batchsize: 3", "config.yaml: unknown key 'batchsize'; did you mean 'batch_size'?"),

@@ -1,0 +1,90 @@
+"""Batches of classified images that are decoded when they are gathered: resized, normalised, mirrored at random."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mpc_dist.data.dataset import MAX_SEED, Batch, Indices, Split
+from mpc_dist.data.images import MEAN, STD
+from mpc_dist.task import Task
+from mpc_dist.validation import check_real, check_whole
+
+_TEST_SAMPLES = 4  # first word of a generator's key; see mpc_dist/data/dataset.py
+
+
+@dataclass(frozen=True)
+class PictureSettings:
+    """What every source of pictures can be told."""
+
+    size: int = 224
+    """Pixels a side: pictures are scaled to cover that square, and their middle is cut out."""
+    channels: int = 3
+    """3: colour, 1: grey."""
+    mean: tuple[float, ...] = MEAN
+    """Subtracted from each channel, of values from 0 to 1; a single number serves all (default: ImageNet's)."""
+    std: tuple[float, ...] = STD
+    """What each channel is then divided by."""
+    augment: bool = False
+    """Whether training pictures are mirrored with probability one half."""
+    test_fraction: float = 0.1
+    """Share that is kept for testing if there is no test set, chosen by the seed."""
+    seed: int = 0
+    """What the test share is chosen by."""
+
+    def __post_init__(self) -> None:
+        check_whole("data.size", self.size, minimum=1)
+        check_real("data.test_fraction", self.test_fraction, minimum=0, maximum=1)
+        check_whole("data.seed", self.seed, minimum=0, maximum=MAX_SEED)
+        if self.channels not in (1, 3):
+            raise ValueError(f"data.channels {self.channels} is neither 3 (colour) nor 1 (grey); use one of them")
+        for name, values in (("mean", self.mean), ("std", self.std)):
+            if len(values) not in (1, 3):
+                raise ValueError(f"data.{name} has {len(values)} values; give 1 or 3")
+        if min(self.std) <= 0:
+            raise ValueError(f"data.std {list(self.std)} has a value that is not above 0; use the channels' spread")
+
+    def build_task(self, num_classes: int) -> Task:
+        """Classification of such pictures."""
+        return Task("classification", (self.channels, self.size, self.size), num_classes)
+
+    def build_split(self, open_picture: Callable[[int], Any], labels: NDArray[np.int64], *, augment: bool) -> Split:
+        """The pictures that PIL opens by index, with their classes."""
+        classes = torch.from_numpy(labels)
+        mean, std = (self._per_channel(values) for values in (self.mean, self.std))
+
+        def gather(indices: Indices, rng: np.random.Generator) -> Batch:
+            pixels = np.stack([self._read(open_picture, int(index)) for index in indices])
+            if augment:
+                is_mirrored = rng.random(len(indices)) < 0.5
+                pixels[is_mirrored] = pixels[is_mirrored, :, :, ::-1]
+            inputs = torch.from_numpy(pixels).float() / 255
+            return (inputs - mean) / std, classes[torch.from_numpy(indices)]
+
+        return Split(len(labels), gather)
+
+    def _per_channel(self, values: tuple[float, ...]) -> torch.Tensor:
+        numbers = values if len(values) == self.channels else (sum(values) / len(values),) * self.channels
+        return torch.tensor(numbers, dtype=torch.float32).view(1, self.channels, 1, 1)
+
+    def _read(self, open_picture: Callable[[int], Any], index: int) -> NDArray[np.uint8]:
+        from PIL import ImageOps
+
+        picture = open_picture(index).convert("RGB" if self.channels == 3 else "L")
+        pixels: NDArray[np.uint8] = np.asarray(ImageOps.fit(picture, (self.size, self.size)), dtype=np.uint8)
+        return np.moveaxis(pixels.reshape(self.size, self.size, self.channels), 2, 0)
+
+
+def choose_test_samples(num_samples: int, fraction: float, seed: int, *, what: str) -> tuple[Indices, Indices]:
+    """The training and the test samples, each in their order: a share chosen by the seed."""
+    num_test = round(num_samples * fraction)
+    if not 0 < num_test < num_samples:
+        raise ValueError(
+            f"{what} has no test set, and a data.test_fraction of {fraction} of its {num_samples} samples leaves "
+            f"{num_samples - num_test} for training and {num_test} for testing; give more data or another fraction"
+        )
+    order = np.random.default_rng([_TEST_SAMPLES, seed]).permutation(num_samples)
+    return np.sort(order[num_test:]), np.sort(order[:num_test])

@@ -26,8 +26,9 @@ demo: $(READY)
 	$(BIN)/mpc-dist angles --config configs/gpt_stdlib.yaml --out runs/demo/gpt
 	$(BIN)/mpc-dist plan --config configs/gpt_train.yaml --gpu-memory 40MiB --max-gpus 2 --out runs/demo/plan.yaml
 	$(BIN)/mpc-dist demo --config configs/gpt_train.yaml --out runs/demo/train
+	$(BIN)/mpc-dist report runs/demo/train/horizon1 runs/demo/train/backprop --out runs/demo/report.html
 	@echo
-	@echo "Pictures in runs/demo: res_mlp/angles.png, gpt/angles.png, plan.png and train/timelines.png"
+	@echo "Pictures in runs/demo: res_mlp/angles.png, gpt/angles.png, plan.png and train/timelines.png; open report.html"
 
 test: $(READY)
 	$(BIN)/python -m pytest -m 'not slow'

@@ -14,10 +14,10 @@ from typing import Any, cast
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from mpc_dist.report.outcome import Outcome, read_outcome
 from mpc_dist.report.sweep import Family, SweepReport
 from mpc_dist.training.config import Config, ConfigParser
 from mpc_dist.training.metrics import read_metrics
-from mpc_dist.training.outcome import Outcome, read_outcome
 from mpc_dist.training.sections import HorizonConfig
 from mpc_dist.validation import check_whole
 
@@ -57,7 +57,7 @@ class Member:
         """What it came to; None unless it has ended, with this very configuration."""
         if self.is_of_another_configuration():
             return None
-        return read_outcome(self.folder, self.config.num_ranks, self.config.model.num_blocks)
+        return read_outcome(self.folder)
 
 
 def run(argv: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from mpc_dist.training.outcome import Outcome
+from mpc_dist.report.outcome import Outcome
 
 MIB = 2.0**20
 

@@ -10,9 +10,11 @@ from mpc_dist.planner.plan import Plan
 from mpc_dist.planner.search import Request
 from mpc_dist.runtime.mesh import Launch, join
 from mpc_dist.runtime.stage import Score
+from mpc_dist.training.checkpoint_folder import folder_of, list_checkpoints
 from mpc_dist.training.config import Config
 from mpc_dist.training.loop import DrawRun, train
 from mpc_dist.training.planning import Probe, apply_plan, plan_for
+from mpc_dist.training.resume import NEVER
 
 
 def train_as_planned(
@@ -22,7 +24,7 @@ def train_as_planned(
     if plan_file is not None:
         plan = Plan.read(plan_file)
     elif config.horizon.mode == "auto":
-        plan = _plan_at_start(config, launch)
+        plan = _plan_before(config, launch) or _plan_at_start(config, launch)
     else:
         return config, train(config, launch, draw=draw)
     planned = apply_plan(config, plan)
@@ -34,6 +36,16 @@ def train_as_planned(
     if launch.rank == 0:
         plan.write(Path(config.training.folder) / "plan.yaml")
     return planned, train(planned, launch, costs=plan.build_costs(), draw=draw)
+
+
+def _plan_before(config: Config, launch: Launch) -> Plan | None:
+    """The plan that this run was begun with and goes on with; None if it begins now, or other ranks were started."""
+    folder = Path(config.training.folder)
+    is_begun = config.checkpoints.resume != NEVER and bool(list_checkpoints(folder_of(folder)))
+    if not is_begun or not (folder / "plan.yaml").exists():
+        return None
+    plan = Plan.read(folder / "plan.yaml")
+    return plan if plan.chosen.num_gpus * config.data_parallel.degree == launch.world_size else None
 
 
 def _plan_at_start(config: Config, launch: Launch) -> Plan:

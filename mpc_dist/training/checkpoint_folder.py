@@ -102,11 +102,12 @@ def commit(partial: Path, state: CheckpointState, *, keep: int) -> Path:
     return final
 
 
-def clear(folder: Path, *, everything: bool) -> None:
-    """Remove what interrupted saves left, or everything."""
-    for path in folder.glob("step-*"):
-        if everything or path.name.endswith((_PARTIAL, _REPLACED)):
-            shutil.rmtree(path, ignore_errors=True)
+def clear(folder: Path, *, after: int | None = None) -> None:
+    """Remove what interrupted saves left, and checkpoints of later steps than `after`, if it is given."""
+    left = [path for path in folder.glob("step-*") if path.name.endswith((_PARTIAL, _REPLACED))]
+    later = [] if after is None else [path for path in list_checkpoints(folder) if step_of(path) > after]
+    for path in (*left, *later):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def read_state(checkpoint: Path) -> CheckpointState:

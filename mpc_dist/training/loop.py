@@ -105,11 +105,11 @@ def train(
         num_ranks=launch.world_size,
         folder=Path(config.training.folder),
         draw=None if draw is None else partial(draw, config, costs),
-        is_resumed=saved is not None,
+        is_resumed=saved is not None and resume.is_own(saved),
     )
     with pipeline, journal:
         loop = _Loop(config, launch, mesh, pipeline, data, batches, growing, journal, is_quiet=is_quiet)
-        return loop.run(saved)
+        return loop.run(saved, is_continued=saved is not None and resume.is_own(saved))
 
 
 def windows_now(config: Config, growing: GrowingHorizon | None) -> Windows:
@@ -154,11 +154,14 @@ class _Loop:
         self._rank = launch.rank
         self._listener = journal.put
 
-    def run(self, saved: SavedCheckpoint | None) -> dict[int, Score]:
-        """Train to the end, evaluating and saving on the way; `saved` is where to go on from."""
+    def run(self, saved: SavedCheckpoint | None, *, is_continued: bool) -> dict[int, Score]:
+        """Train to the end, evaluating and saving on the way.
+
+        `saved` is where to go on from; `is_continued` tells that it is of this very run, whose metrics then go on too.
+        """
         training = self._config.training
         first = 1 if saved is None else saved.state.step + 1
-        self._metrics = MetricsFile(self._folder, self._rank, self._listener, is_continued=saved is not None)
+        self._metrics = MetricsFile(self._folder, self._rank, self._listener, is_continued=is_continued)
         self._write_start()
         self._prepare(saved)
         started = time.perf_counter()

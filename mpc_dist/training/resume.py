@@ -37,7 +37,7 @@ class Resume:
         if self._is_off:
             return
         if self._wish != NEVER:
-            self._candidates = find_run_checkpoints(self._run if self._wish == AUTO else Path(self._wish))
+            self._candidates = self._find_candidates()
         if self._wish not in (AUTO, NEVER) and not self._candidates:
             raise ValueError(
                 f"checkpoints.resume: {self._wish} holds no checkpoint; give a run folder, a checkpoint, auto or never"
@@ -49,6 +49,15 @@ class Resume:
                 continue  # damaged: found and said when it is chosen
             self._check_fits(path, saved, weights_fingerprint(config))
             break
+
+    def _find_candidates(self) -> list[Path]:
+        own = find_run_checkpoints(self._run)
+        if self._wish == AUTO:
+            return own
+        wished = find_run_checkpoints(Path(self._wish))
+        # A run that began from another one and was started again goes on from its own; one of its own is a step back.
+        is_elsewhere = wished and not wished[0].is_relative_to(self._run)
+        return own if own and is_elsewhere else wished
 
     def _check_fits(self, path: Path, saved: dict[str, Any], own: dict[str, Any]) -> None:
         for name, value in saved.items():
@@ -69,10 +78,21 @@ class Resume:
                 console.print(damage, highlight=False, markup=False, soft_wrap=True)
             if saved is not None:
                 console.print(f"going on from {saved.path}", highlight=False, markup=False, soft_wrap=True)
-            clear(folder_of(self._run), everything=self._wish == NEVER)
+            clear(folder_of(self._run), after=self._last_kept(saved))
         if saved is None and damages:
             raise ValueError(
                 f"no checkpoint of {self._run if self._wish == AUTO else self._wish} is undamaged; set "
                 "checkpoints.resume: never to start anew"
             )
         return saved
+
+    def _last_kept(self, saved: SavedCheckpoint | None) -> int | None:
+        """Checkpoints of this run after that step are of a way that is not gone on; None: there are none such."""
+        if self._wish == NEVER:
+            return 0
+        is_step_back = self._wish != AUTO and saved is not None and saved.path.is_relative_to(self._run)
+        return saved.state.step if is_step_back and saved is not None else None
+
+    def is_own(self, saved: SavedCheckpoint) -> bool:
+        """Whether a checkpoint is of this very run, whose metrics then go on."""
+        return saved.path.is_relative_to(self._run)

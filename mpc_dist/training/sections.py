@@ -192,7 +192,9 @@ class CheckpointsConfig:
     """How many of the newest are kept."""
     resume: str = "auto"
     """auto: go on from the newest checkpoint in the run folder, if there is one; never: start anew and remove those
-    that are there; or the path of a run or a checkpoint to go on from. Ranks, replicas and horizon may differ."""
+    that are there; or the path of another run or of a checkpoint to go on from. Ranks, replicas and horizon may differ.
+    A run that began from another and is started again goes on from its own; with a checkpoint of its own, it goes back
+    to that and drops later ones."""
 
     def __post_init__(self) -> None:
         if self.every is not None:

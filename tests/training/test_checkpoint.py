@@ -236,6 +236,20 @@ def test_the_newest_are_kept_and_a_new_start_removes_them(tmp_path: Path):
     assert list(folder.iterdir()) == []
 
 
+def test_a_step_back_drops_what_came_after_and_a_borrowed_start_is_made_once(tmp_path: Path):
+    arguments = [*GPT, *words("--training.steps 5 --checkpoints.every 1 --checkpoints.keep 9")]
+    train_locally(arguments, tmp_path / "run")
+    back = tmp_path / "run" / "checkpoints" / "step-00000002"
+    train_locally([*arguments, *words("--checkpoints.every 0 --checkpoints.resume"), str(back)], tmp_path / "run")
+    assert [step_of(path) for path in list_checkpoints(folder_of(tmp_path / "run"))] == [1, 2]
+    borrowed = [*arguments, "--checkpoints.resume", str(tmp_path / "run")]
+    for _ in range(2):  # the second time it goes on from its own, which is complete
+        train_locally(borrowed, tmp_path / "other")
+    lines = read_metrics(tmp_path / "other", 0)
+    assert [line["step"] for line in lines if line["event"] == "resume"] == [2, 5]
+    assert [line["step"] for line in lines if line["event"] == "step"] == [3, 4, 5]
+
+
 def test_a_finished_run_is_only_evaluated_again(four_stages: Path, tmp_path: Path):
     shutil.copytree(four_stages / "begun", tmp_path / "run")
     train_locally([*FOUR, "--training.steps", "3"], tmp_path / "run")

@@ -30,11 +30,12 @@ demo: $(READY)
 	@echo
 	@echo "Pictures in runs/demo: res_mlp/angles.png, gpt/angles.png, plan.png and train/timelines.png; open report.html"
 
+# Two test files at a time: ranks spend much of their time waiting for each other.
 test: $(READY)
-	$(BIN)/python -m pytest -m 'not slow'
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow'
 
 test-all: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -17,6 +17,7 @@ from mpc_dist.schedule import Costs
 from mpc_dist.training.accelerate import obey_accelerate
 from mpc_dist.training.auto import train_as_planned
 from mpc_dist.training.config import Config, ConfigParser
+from mpc_dist.training.loop import RankError
 
 EXIT_BAD_INPUT = 2
 
@@ -40,8 +41,8 @@ def main() -> int:
         plan = None if options.plan is None else Path(options.plan)
         config, scores = train_as_planned(config, launch, plan, draw=draw)
     except (ValueError, OSError) as error:
-        # Every rank finds the same mistake: one of them says it.
-        if launch.rank == 0:
+        # Every rank finds the same mistake, and one of them says it; what befell one rank only, that rank says.
+        if launch.rank == 0 or isinstance(error, RankError):
             Console(stderr=True).print(f"train.py: error: {error}", highlight=False, markup=False, soft_wrap=True)
         return EXIT_BAD_INPUT
     last = scores.get(config.model.num_blocks)

@@ -13,7 +13,7 @@ from mpc_dist.models import HuggingFace
 from mpc_dist.models.hugging_face import write_adapters, write_pretrained
 from mpc_dist.runtime.state import BUFFERS
 from mpc_dist.training.checkpoint import SavedCheckpoint, find_run_checkpoints, newest_undamaged
-from mpc_dist.training.checkpoint_folder import folder_of, step_of
+from mpc_dist.training.checkpoint_folder import folder_of, read_state
 from mpc_dist.training.config import Config, ConfigParser
 
 SUMMARY = "write the trained weights of a run as safetensors"
@@ -83,7 +83,7 @@ def _find(place: Path, step: int | None) -> SavedCheckpoint:
     if not found:
         raise ValueError(f"{place} holds no checkpoint; give a run folder (training.folder) or one of its checkpoints")
     if step is not None:
-        steps = [step_of(path) for path in found]
+        steps = [read_state(path).step for path in found]
         if step not in steps:
             raise ValueError(f"{folder_of(place)} has checkpoints after steps {steps}, none after {step}")
         found = [found[steps.index(step)]]

@@ -34,6 +34,8 @@ class Run:
     """What training began with."""
     ranks: tuple[RankSeries, ...]
     """Those that wrote something, ascending."""
+    former_ranks: tuple[RankSeries, ...]
+    """Those that the run no longer has since it was gone on with by fewer."""
     plan: Plan | None
     status: Status
     notes: tuple[str, ...]
@@ -79,13 +81,15 @@ class Run:
     @cached_property
     def train_losses(self) -> tuple[Point, ...]:
         """Training loss at the last boundary, averaged over replicas."""
-        lines = [(one.step, one.elapsed, one.losses) for rank in self._last_stage for one in rank.steps]
+        ranks = (*self.former_ranks, *self.ranks)
+        lines = [(one.step, one.elapsed, one.losses) for rank in ranks for one in rank.steps]
         return _average((step, elapsed, losses.get(self.num_blocks)) for step, elapsed, losses in lines)
 
     @cached_property
     def test_losses(self) -> tuple[Point, ...]:
         """Test loss at the last boundary."""
-        found = [one for rank in self._last_stage for one in rank.evaluations if self.num_blocks in one.exits]
+        evaluations = [one for rank in (*self.former_ranks, *self.ranks) for one in rank.evaluations]
+        found = [one for one in evaluations if self.num_blocks in one.exits]
         return _average((one.step, one.elapsed, one.exits[self.num_blocks].loss) for one in found)
 
     @cached_property
@@ -114,15 +118,13 @@ class Run:
         exits = {boundary: found for one in by_rank for boundary, found in one[step].exits.items()}
         return Evaluation(step, max(one[step].elapsed for one in by_rank), dict(sorted(exits.items())))
 
-    @property
-    def _last_stage(self) -> list[RankSeries]:
-        return [one for one in self.ranks if one.stage == self.num_stages - 1]
-
 
 def read_run(folder: Path, *, now: float | None = None) -> Run:
     """Read a run folder; `now` is the wall clock by which a silent run is told from a running one."""
     lines = {rank: read_metrics(folder, rank) for rank in _ranks_of(folder)}
-    start = next((line for found in lines.values() for line in found if line.get("event") == "start"), None)
+    starts = [line for found in lines.values() for line in found if line.get("event") == "start"]
+    # A run that was gone on with may have had other ranks before: it is what it was last.
+    start = max(starts, key=lambda line: line.get("time", 0.0), default=None)
     if start is None:
         raise ValueError(
             f"{folder} is no run folder: no metrics-rank*.jsonl in it has begun; give a folder that launch/train.py "
@@ -130,8 +132,8 @@ def read_run(folder: Path, *, now: float | None = None) -> Run:
         )
     try:
         num_ranks = start["num_stages"] * start["num_replicas"]
-        # A folder that was used before may hold files of more ranks than this run has.
         ranks = tuple(read_rank(rank, lines[rank]) for rank in sorted(lines) if rank < num_ranks and lines[rank])
+        former = [found for rank, found in sorted(lines.items()) if rank >= num_ranks and found]
         windows = Windows(tuple(tuple((aim[0], aim[1]) for aim in aims) for aims in start["windows"]))
         plan, problem = _read_plan(folder)
         status = _status(ranks, num_ranks, time.time() if now is None else now)
@@ -145,6 +147,7 @@ def read_run(folder: Path, *, now: float | None = None) -> Run:
             partition=tuple(start["partition"]),
             first_windows=windows,
             ranks=ranks,
+            former_ranks=tuple(_read_former(found, lines[ranks[0].rank]) for found in former),
             plan=plan,
             status=status,
             notes=(
@@ -158,6 +161,12 @@ def read_run(folder: Path, *, now: float | None = None) -> Run:
             f"the metrics in {folder} are not of this version of mpc_dist ({type(error).__name__}: {error}); read them "
             "with the version that wrote them"
         ) from error
+
+
+def _read_former(lines: list[dict[str, Any]], others: list[dict[str, Any]]) -> RankSeries:
+    """A rank that is no longer there; what it did beyond the step from which the others went on does not count."""
+    resumed = [line for line in others if line["event"] == "resume" and line["time"] > lines[-1]["time"]]
+    return read_rank(-1, [*lines, *resumed[:1]])
 
 
 def name_runs(folders: Sequence[Path]) -> list[str]:

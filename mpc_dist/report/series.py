@@ -152,7 +152,7 @@ def read_rank(rank: int, lines: list[dict[str, Any]]) -> RankSeries:
             timelines[step] = tuple(Interval(parse_action(text), start, end) for text, start, end in line["actions"])
             if timelines[step]:
                 offsets.append(line["time"] - timelines[step][-1].end)
-    start = next(line for line in lines if line["event"] == "start")
+    start = next(line for line in reversed(lines) if line["event"] == "start")
     return RankSeries(
         rank=rank,
         stage=start["stage"],

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 PIPELINE, DATA = "pipeline", "data"
+BACKGROUND_TIMEOUT = timedelta(hours=1)
+"""Ranks with little to write wait for the one with most; nobody's training does."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ def build_mesh(
         upward=directions["upward"],
         stages=mesh.get_group(PIPELINE),
         replicas=mesh.get_group(DATA) if num_replicas > 1 else None,
-        background=dist.new_group(backend="gloo", timeout=timeout),
+        background=dist.new_group(backend="gloo", timeout=max(timeout, BACKGROUND_TIMEOUT)),
         timeout=timeout,
     )
 

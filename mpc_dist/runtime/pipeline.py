@@ -88,6 +88,7 @@ class Pipeline:
         validate(self.schedule, layout)
         self._timeout = timeout
         self._split = split
+        self._cap = cap
         self._blocks = {t: build_block(t).to(mesh.device) for t in layout.stage_blocks(mesh.stage)}
         self._readouts = {s: build_readout(s).to(mesh.device) for s in self._boundaries()}
         self._build_readout = build_readout
@@ -188,7 +189,7 @@ class Pipeline:
         before = self._stage
         partition = [len(self.layout.stage_blocks(rank)) for rank in range(self.layout.num_ranks)]
         self.layout = lay_out(windows, partition)
-        self.schedule = build_schedule(self.layout, self.schedule.num_microbatches, split=self._split)
+        self.schedule = build_schedule(self.layout, self.schedule.num_microbatches, split=self._split, cap=self._cap)
         validate(self.schedule, self.layout)
         for boundary in self._boundaries():
             if boundary not in self._readouts:

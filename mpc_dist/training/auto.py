@@ -16,16 +16,22 @@ from mpc_dist.training.loop import DrawRun, train
 from mpc_dist.training.planning import Probe, apply_plan, plan_for
 from mpc_dist.training.resume import NEVER
 
+PLAN_FILE = "plan.yaml"
+"""In the run folder: what was run."""
+
 
 def train_as_planned(
     config: Config, launch: Launch, plan_file: Path | None = None, *, draw: DrawRun | None = None
 ) -> tuple[Config, dict[int, Score]]:
     """Train by the plan, if there is one; the configuration that was run, and the last evaluation."""
+    written = Path(config.training.folder) / PLAN_FILE
     if plan_file is not None:
         plan = Plan.read(plan_file)
     elif config.horizon.mode == "auto":
-        plan = _plan_before(config, launch) or _plan_at_start(config, launch)
+        plan = _plan_at_start(config, launch)
     else:
+        if launch.rank == 0:
+            written.unlink(missing_ok=True)  # of another run that was in this folder
         return config, train(config, launch, draw=draw)
     planned = apply_plan(config, plan)
     if launch.world_size != planned.num_ranks:
@@ -34,28 +40,18 @@ def train_as_planned(
             f"{launch.world_size} processes were started; start {planned.num_ranks} (torchrun --nproc-per-node)"
         )
     if launch.rank == 0:
-        plan.write(Path(config.training.folder) / "plan.yaml")
+        plan.write(written)
     return planned, train(planned, launch, costs=plan.build_costs(), draw=draw)
 
 
-def _plan_before(config: Config, launch: Launch) -> Plan | None:
-    """The plan that this run was begun with and goes on with; None if it begins now, or other ranks were started."""
-    folder = Path(config.training.folder)
-    is_begun = config.checkpoints.resume != NEVER and bool(list_checkpoints(folder_of(folder)))
-    if not is_begun or not (folder / "plan.yaml").exists():
-        return None
-    plan = Plan.read(folder / "plan.yaml")
-    return plan if plan.chosen.num_gpus * config.data_parallel.degree == launch.world_size else None
-
-
 def _plan_at_start(config: Config, launch: Launch) -> Plan:
-    """Rank 0 measures and plans; all others wait for its answer."""
+    """Rank 0 measures and plans, or finds the plan that this run was begun with; all others wait for its answer."""
     join(launch, config.torch_device.type, config.parallel.timeout)
     answer: list[Plan | str | None] = [None]
     if launch.rank == 0:
         request = Request(gpu_memory=_memory_per_rank(config, launch), num_gpus=config.parallel.stages)
         try:
-            answer = [plan_for(config, request, Probe()).plan]
+            answer = [_plan_before(config, launch) or plan_for(config, request, Probe()).plan]
         except ValueError as error:
             answer = [str(error)]  # every rank must hear of it, or the others would wait in vain
     if launch.world_size > 1:
@@ -63,6 +59,18 @@ def _plan_at_start(config: Config, launch: Launch) -> Plan:
     if not isinstance(answer[0], Plan):
         raise ValueError(f"horizon auto: {answer[0]}")
     return answer[0]
+
+
+def _plan_before(config: Config, launch: Launch) -> Plan | None:
+    """The plan that this run was begun with and goes on with; None if it begins now, or has changed since."""
+    folder = Path(config.training.folder)
+    if config.checkpoints.resume == NEVER or not list_checkpoints(folder_of(folder)):
+        return None
+    try:
+        plan = Plan.read(folder / PLAN_FILE)
+        return plan if apply_plan(config, plan).num_ranks == launch.world_size else None
+    except ValueError:
+        return None
 
 
 def _memory_per_rank(config: Config, launch: Launch) -> float:

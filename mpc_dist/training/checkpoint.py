@@ -7,7 +7,7 @@ different steps never wait for each other.
 import threading
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -105,19 +105,64 @@ class CheckpointSaver:
         partial = partial_of(self._folder, step)
         writer = HuggingFaceStorageWriter(str(partial), save_distributed=True)
         save(tensors, storage_writer=writer, process_group=self._group, no_dist=self._group is None)
-        # The library numbers the files from 1.
-        (own,) = partial.glob(f"shard-{self._rank + 1:05d}-*.safetensors")
-        digest = Digest.of(own)
-        everyone: list[dict[str, Digest] | None] = [{own.name: digest}]
-        if self._group is not None:
-            everyone = [None] * dist.get_world_size(self._group)
-            # Nobody's part is missing once rank 0 has heard of all.
-            dist.gather_object({own.name: digest}, everyone if self._rank == 0 else None, dst=0, group=self._group)
-        if self._rank == 0:
-            files = {name: digest for part in everyone if part is not None for name, digest in part.items()}
-            state = CheckpointState(step, self._num_replicas, self._fingerprint, progress, files)
-            commit(partial, state, keep=self._keep)
-        return digest.size
+        own = self._digest_own(partial)
+        if self._group is None:
+            self._commit(partial, step, progress, [own])
+        else:
+            # From here on every rank takes part in both messages, whatever went wrong on it.
+            everyone: list[_Part | str | None] = [None] * dist.get_world_size(self._group)
+            dist.gather_object(own, everyone if self._rank == 0 else None, dst=0, group=self._group)
+            outcome: list[str | None] = [None]
+            if self._rank == 0:
+                outcome = [self._try_commit(partial, step, progress, everyone)]
+            dist.broadcast_object_list(outcome, src=0, group=self._group)
+            if outcome[0] is not None:
+                raise OSError(outcome[0])
+        return 0 if isinstance(own, str) else own.digest.size
+
+    def _digest_own(self, partial: Path) -> "_Part | str":
+        """What this rank wrote, or why it cannot be told."""
+        try:
+            # The library numbers the files from 1.
+            (path,) = partial.glob(f"shard-{self._rank + 1:05d}-*.safetensors")
+            return _Part(path.name, Digest.of(path))
+        except (OSError, ValueError) as error:
+            return f"rank {self._rank}: {_first_reason(error)}"
+
+    def _try_commit(
+        self, partial: Path, step: int, progress: dict[str, Any], parts: Sequence["_Part | str | None"]
+    ) -> str | None:
+        try:
+            self._commit(partial, step, progress, parts)
+        except (OSError, ValueError) as error:
+            return _first_reason(error)
+        return None
+
+    def _commit(
+        self, partial: Path, step: int, progress: dict[str, Any], parts: Sequence["_Part | str | None"]
+    ) -> None:
+        files: dict[str, Digest] = {}
+        for part in parts:
+            if not isinstance(part, _Part):
+                raise OSError(str(part))
+            if not (partial / part.name).is_file():
+                raise OSError(
+                    f"{part.name} was written but is not seen here; training.folder must be one that all hosts see"
+                )
+            files[part.name] = part.digest
+        commit(
+            partial,
+            CheckpointState(step, self._num_replicas, self._fingerprint, progress, files),
+            keep=self._keep,
+        )
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One rank's file of a checkpoint."""
+
+    name: str
+    digest: Digest
 
 
 class SavedCheckpoint:
@@ -144,8 +189,12 @@ class SavedCheckpoint:
 
     def read(self, into: Mapping[str, Tensor]) -> None:
         """Copy the tensors of these names into place."""
-        if into:
+        if not into:
+            return
+        try:
             load(dict(into), storage_reader=HuggingFaceStorageReader(str(self.path)), no_dist=True)
+        except CheckpointException as error:  # which no `except Exception` would see
+            raise OSError(f"checkpoint {self.path} cannot be read: {_first_reason(error)}") from error
 
     def read_all(self, names: list[str]) -> dict[str, Tensor]:
         """The tensors of these names."""

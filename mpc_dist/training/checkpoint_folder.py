@@ -97,7 +97,8 @@ def commit(partial: Path, state: CheckpointState, *, keep: int) -> Path:
         final.rename(replaced)
     partial.rename(final)
     _sync_folder(final.parent)
-    for old in (*list_checkpoints(final.parent)[:-keep], *final.parent.glob(f"*{_REPLACED}")):
+    others = [path for path in list_checkpoints(final.parent) if path != final]
+    for old in (*others[: len(others) + 1 - keep], *final.parent.glob(f"*{_REPLACED}")):
         shutil.rmtree(old, ignore_errors=True)
     return final
 
@@ -134,6 +135,9 @@ def find_damage(checkpoint: Path, *, part: int = 0, num_parts: int = 1) -> str |
         state = read_state(checkpoint)
     except ValueError as error:
         return str(error)
+    strange = {path.name for path in checkpoint.glob("*.safetensors")} - state.files.keys()
+    if strange:
+        return f"checkpoint {checkpoint} is damaged: {min(strange)} does not belong to it"
     for name in sorted(state.files)[part::num_parts]:
         try:
             found = Digest.of(checkpoint / name)

@@ -29,13 +29,19 @@ from mpc_dist.training.checkpoint_folder import folder_of
 from mpc_dist.training.config import Config
 from mpc_dist.training.journal import Journal, open_journal
 from mpc_dist.training.loss_memory import LossMemory
-from mpc_dist.training.metrics import MetricsFile, read_metrics
+from mpc_dist.training.metrics import MetricsFile, forget_other_ranks, read_metrics
 from mpc_dist.training.optimizer import LearningRate, build_optimizer
 from mpc_dist.training.resume import Resume, weights_fingerprint
+from mpc_dist.training.sections import DROP_ON_RISE
 from mpc_dist.windows import Windows, expand, tumbling
 
 NUM_TIMELINES = 20
 """Of how many last steps the metrics hold when each action ran."""
+
+
+class RankError(ValueError):
+    """What befell one rank after the ranks had met; the others may know nothing of it."""
+
 
 DrawRun = Callable[[Config, Costs | None], Mapping[str, Path]]
 """Draws a run's schedule and plan into its folder: the file of each, by name."""
@@ -77,39 +83,44 @@ def train(
     growing = GrowingHorizon(mesh.num_stages) if config.horizon.mode == "adaptive" else None
     if growing is not None and saved is not None and saved.state.progress["horizon"] is not None:
         growing.load_state_dict(saved.state.progress["horizon"])
-    pipeline = Pipeline(
-        mesh,
-        lay_out(windows_now(config, growing), config.partition),
-        build_block=lambda t: parts.block(t).to(config.torch_dtype),
-        build_readout=lambda s: parts.readout(s).to(config.torch_dtype),
-        loss=LOSSES[data.task.kind],
-        optimizer=partial(build_optimizer, config.optimizer),
-        num_microbatches=parallel.microbatches,
-        split=parallel.split,
-        cap=parallel.cap,
-        costs=costs,
-        options=StageOptions(
-            clip_norm=config.training.clip_norm,
-            clip_scope=config.training.clip_scope,
-            autocast=config.training.autocast,
-            checkpoint=config.training.recompute,
-            seed=config.seed,
-            record_times=True,
-        ),
-        zero=zero,
-        timeout=timeout,
-    )
-    journal = open_journal(
-        config.tracking,
-        rank=launch.rank,
-        num_ranks=launch.world_size,
-        folder=Path(config.training.folder),
-        draw=None if draw is None else partial(draw, config, costs),
-        is_resumed=saved is not None and resume.is_own(saved),
-    )
-    with pipeline, journal:
-        loop = _Loop(config, launch, mesh, pipeline, data, batches, growing, journal, is_quiet=is_quiet)
-        return loop.run(saved, is_continued=saved is not None and resume.is_own(saved))
+    try:
+        pipeline = Pipeline(
+            mesh,
+            lay_out(windows_now(config, growing), config.partition),
+            build_block=lambda t: parts.block(t).to(config.torch_dtype),
+            build_readout=lambda s: parts.readout(s).to(config.torch_dtype),
+            loss=LOSSES[data.task.kind],
+            optimizer=partial(build_optimizer, config.optimizer),
+            num_microbatches=parallel.microbatches,
+            split=parallel.split,
+            cap=parallel.cap,
+            costs=costs,
+            options=StageOptions(
+                clip_norm=config.training.clip_norm,
+                clip_scope=config.training.clip_scope,
+                autocast=config.training.autocast,
+                checkpoint=config.training.recompute,
+                seed=config.seed,
+                record_times=True,
+            ),
+            zero=zero,
+            timeout=timeout,
+        )
+        journal = open_journal(
+            config.tracking,
+            rank=launch.rank,
+            num_ranks=launch.world_size,
+            folder=Path(config.training.folder),
+            draw=None if draw is None else partial(draw, config, costs),
+            is_resumed=saved is not None and resume.is_own(saved),
+        )
+        with pipeline, journal:
+            loop = _Loop(config, launch, mesh, pipeline, data, batches, growing, journal, is_quiet=is_quiet)
+            return loop.run(saved, is_continued=saved is not None and resume.is_own(saved))
+    except (ValueError, OSError) as error:
+        if launch.world_size == 1:
+            raise
+        raise RankError(f"rank {launch.rank}: {error}") from error
 
 
 def windows_now(config: Config, growing: GrowingHorizon | None) -> Windows:
@@ -141,7 +152,11 @@ class _Loop:
         self._batches = batches
         self._folder = Path(config.training.folder)
         self._growing = growing
-        self._losses = LossMemory(mesh)
+        self._losses = LossMemory(
+            mesh,
+            by_epoch=config.optimizer.scheduler == DROP_ON_RISE,
+            by_decision=growing is not None,
+        )
         self._saver = CheckpointSaver(
             folder_of(self._folder),
             keep=config.checkpoints.keep,
@@ -161,9 +176,13 @@ class _Loop:
         """
         training = self._config.training
         first = 1 if saved is None else saved.state.step + 1
+        missing = self._prepare(saved)
         self._metrics = MetricsFile(self._folder, self._rank, self._listener, is_continued=is_continued)
+        if self._rank == 0 and not is_continued:
+            forget_other_ranks(self._folder, self._config.num_ranks)
         self._write_start()
-        self._prepare(saved)
+        if saved is not None:
+            self._metrics.write(event="resume", step=first - 1, checkpoint=str(saved.path), new_weights=missing)
         started = time.perf_counter()
         scores: dict[int, Score] = {}
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -181,13 +200,15 @@ class _Loop:
                 if progress is not None and bar is not None:
                     is_logged = step % training.log_every == 0
                     progress.update(bar, advance=1, description=self._describe() if is_logged else None)
+        last = max(first - 1, training.steps)
         if first > training.steps:
-            scores = self._evaluate(training.steps)
+            self._say(f"nothing left to train: {self._folder} is already after step {last}; raise training.steps")
+            scores = self._evaluate(last)
         self._saver.wait()
         self._report_saves()
         self._metrics.write(
             event="end",
-            step=training.steps,
+            step=last,
             seconds=time.perf_counter() - started,
             seconds_waiting=self._pipeline.seconds_waiting,
             scores=plain_scores(scores),
@@ -196,19 +217,19 @@ class _Loop:
             raise OSError(f"training has ended, but its last checkpoint could not be saved: {self._save_failure}")
         return scores
 
-    def _prepare(self, saved: SavedCheckpoint | None) -> None:
-        """Connect the ranks and, if there is a checkpoint, put everything back to where it stood."""
+    def _prepare(self, saved: SavedCheckpoint | None) -> list[str]:
+        """Connect the ranks and, if there is a checkpoint, put everything back; the weights that it did not have."""
         ahead = Batches.like(self._batches)
         self._pipeline.connect(*self._place(self._replica_part(next(ahead))))
         self._rate = LearningRate(self._config.optimizer, self._pipeline.stage.optimizer)
         if saved is None:
-            return
+            return []
         step, progress = saved.state.step, saved.state.progress
         missing = self._pipeline.restore_state(saved, step=step)
         self._batches.load_state_dict(progress["data"])
         self._rate.load_state_dict(progress["rate"], num_steps=step)
         self._losses.restore(saved)
-        self._metrics.write(event="resume", step=step, checkpoint=str(saved.path), new_weights=missing)
+        return missing
 
     def _save(self, step: int) -> None:
         start = time.perf_counter()
@@ -227,9 +248,13 @@ class _Loop:
         for outcome in self._saver.take_outcomes():
             self._metrics.write(event="saved", **vars(outcome))
             self._save_failure = outcome.failure
-            if outcome.failure is not None and self._rank == 0:
-                message = f"the checkpoint after step {outcome.step} could not be saved: {outcome.failure}"
-                Console(stderr=True).print(message, highlight=False, markup=False, soft_wrap=True)
+            if outcome.failure is not None:
+                self._say(f"the checkpoint after step {outcome.step} could not be saved: {outcome.failure}")
+
+    def _say(self, message: str) -> None:
+        """One line on the error stream, of rank 0."""
+        if self._rank == 0:
+            Console(stderr=True).print(message, highlight=False, markup=False, soft_wrap=True)
 
     def _write_start(self) -> None:
         mesh, config = self._mesh, self._config
@@ -261,7 +286,7 @@ class _Loop:
             result = self._pipeline.step(inputs, labels)
         seconds = time.perf_counter() - start
         self._rate.step()
-        if self._rate.drop is not None or self._growing is not None:
+        if self._losses.is_asked:
             last = self._config.model.num_blocks
             self._losses.add([loss for boundary, loss in result.losses.items() if boundary == last])
         if self._batches.epoch != epoch:
@@ -288,12 +313,12 @@ class _Loop:
         profile = self._pipeline.measure_angles([self._last_batch], [windows])
         loss = self._losses.take_recent()
         before = growing.size
-        evidence = torch.tensor([profile.cosine(windows), loss], dtype=torch.float64, device=self._mesh.device)
+        cosine = torch.tensor(profile.cosine(windows), dtype=torch.float64, device=self._mesh.device)
         if self._mesh.replicas is not None:
-            dist.all_reduce(evidence, group=self._mesh.replicas)
-            evidence /= self._mesh.num_replicas
+            dist.all_reduce(cosine, group=self._mesh.replicas)
+            cosine /= self._mesh.num_replicas
         # The evidence is the same on every rank, and so is the decision.
-        decision = growing.decide(*evidence.tolist())
+        decision = growing.decide(float(cosine), loss)
         if decision.size != before:
             self._pipeline.change_windows(windows_now(self._config, growing))
         self._metrics.write(event="horizon", step=step, before=before, **vars(decision))

@@ -14,18 +14,28 @@ from mpc_dist.runtime.state import Saved
 class LossMemory:
     """One rank's share of it; empty but on the last stage."""
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, *, by_epoch: bool, by_decision: bool) -> None:
+        """Which of the two rules ask for."""
         self._mesh = mesh
+        self._by_epoch = by_epoch
+        self._by_decision = by_decision
         self._epoch: list[float] = []
         self._recent: list[float] = []
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether any rule asks; reading a loss off a GPU waits for it."""
+        return self._by_epoch or self._by_decision
+
     def add(self, losses: list[float]) -> None:
         """Remember the losses of a step."""
-        self._epoch += losses
-        self._recent += losses
+        if self._by_epoch:
+            self._epoch += losses
+        if self._by_decision:
+            self._recent += losses
 
     def take_epoch(self) -> float:
-        """The epoch's mean, the same on every rank of a replica; then forget it. All of them must call it."""
+        """The epoch's mean, the same on every rank; then forget it. All of them must call it."""
         losses, self._epoch = self._epoch, []
         return self._mean(losses)
 
@@ -55,7 +65,12 @@ class LossMemory:
         return f"losses.{kind}.{replica}"
 
     def _mean(self, losses: list[float]) -> float:
-        mean = torch.tensor(sum(losses) / max(len(losses), 1), device=self._mesh.device)
-        if self._mesh.stages is not None:
-            dist.broadcast(mean, src=self._mesh.ranks_of_stages[-1], group=self._mesh.stages)
+        mesh = self._mesh
+        mean = torch.tensor(sum(losses) / max(len(losses), 1), dtype=torch.float64, device=mesh.device)
+        if mesh.stages is not None:
+            dist.broadcast(mean, src=mesh.ranks_of_stages[-1], group=mesh.stages)
+        if mesh.replicas is not None:
+            # Replicas that decided differently would no longer be replicas.
+            dist.all_reduce(mean, group=mesh.replicas)
+            mean /= mesh.num_replicas
         return float(mean)

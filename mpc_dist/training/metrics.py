@@ -35,6 +35,14 @@ class MetricsFile:
         self._listener(values["event"], line)
 
 
+def forget_other_ranks(folder: Path, num_ranks: int) -> None:
+    """Remove what a larger run left in this folder before."""
+    for path in folder.glob("metrics-rank*.jsonl"):
+        suffix = path.stem.removeprefix("metrics-rank")
+        if suffix.isdigit() and int(suffix) >= num_ranks:
+            path.unlink()
+
+
 def metrics_path(folder: Path, rank: int) -> Path:
     """The file of a rank."""
     return folder / f"metrics-rank{rank}.jsonl"

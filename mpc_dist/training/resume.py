@@ -56,8 +56,7 @@ class Resume:
             return own
         wished = find_run_checkpoints(Path(self._wish))
         # A run that began from another one and was started again goes on from its own; one of its own is a step back.
-        is_elsewhere = wished and not wished[0].is_relative_to(self._run)
-        return own if own and is_elsewhere else wished
+        return own if own and wished and not self._is_own(wished[0]) else wished
 
     def _check_fits(self, path: Path, saved: dict[str, Any], own: dict[str, Any]) -> None:
         for name, value in saved.items():
@@ -77,7 +76,9 @@ class Resume:
             for damage in damages:
                 console.print(damage, highlight=False, markup=False, soft_wrap=True)
             if saved is not None:
-                console.print(f"going on from {saved.path}", highlight=False, markup=False, soft_wrap=True)
+                instead = "" if self._wish == AUTO or not self.is_own(saved) else f" (not from {self._wish})"
+                instead = "" if Path(self._wish).resolve() == saved.path.resolve() else instead
+                console.print(f"going on from {saved.path}{instead}", highlight=False, markup=False, soft_wrap=True)
             clear(folder_of(self._run), after=self._last_kept(saved))
         if saved is None and damages:
             raise ValueError(
@@ -87,12 +88,14 @@ class Resume:
         return saved
 
     def _last_kept(self, saved: SavedCheckpoint | None) -> int | None:
-        """Checkpoints of this run after that step are of a way that is not gone on; None: there are none such."""
+        """Checkpoints of this run after that step are damaged, or of a way that is not gone on; None: none is."""
         if self._wish == NEVER:
             return 0
-        is_step_back = self._wish != AUTO and saved is not None and saved.path.is_relative_to(self._run)
-        return saved.state.step if is_step_back and saved is not None else None
+        return saved.state.step if saved is not None and self.is_own(saved) else None
 
     def is_own(self, saved: SavedCheckpoint) -> bool:
         """Whether a checkpoint is of this very run, whose metrics then go on."""
-        return saved.path.is_relative_to(self._run)
+        return self._is_own(saved.path)
+
+    def _is_own(self, checkpoint: Path) -> bool:
+        return checkpoint.parent.resolve() == folder_of(self._run).resolve()

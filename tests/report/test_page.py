@@ -1,5 +1,6 @@
 """The report page: as text, and as headless Chromium shows it."""
 
+import json
 import re
 import shlex
 import shutil
@@ -183,13 +184,10 @@ def test_the_printed_command_repeats_the_run(name: str, run_folders: dict[str, P
     if name == "planned":
         config = apply_plan(config, Plan.read(Path(options.plan)))
     ran = read_run(folder).config
-    again = {**config.as_dict(), "training": {**config.as_dict()["training"], "folder": ran["training"]["folder"]}}
     assert config.training.folder == f"{folder}-again"
-    parallel = again["parallel"]
-    assert {
-        **again,
-        "parallel": {**parallel, "partition": parallel["partition"] and list(parallel["partition"])},
-    } == ran
+    again = json.loads(json.dumps(config.as_dict()))
+    again["training"]["folder"] = ran["training"]["folder"]
+    assert again == ran
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,15 @@ from safetensors.torch import load_file
 
 from mpc_dist.cli import main
 from mpc_dist.models import build_chain
+from mpc_dist.report.page import build_page
+from mpc_dist.report.run import read_run
 from mpc_dist.runtime.local import LocalRankError, run_local_ranks
+from mpc_dist.runtime.mesh import Launch
+from mpc_dist.runtime.pipeline import Pipeline
 from mpc_dist.training.checkpoint import CheckpointSaver, SavedCheckpoint, newest_undamaged
-from mpc_dist.training.checkpoint_folder import find_damage, folder_of, list_checkpoints, step_of
+from mpc_dist.training.checkpoint_folder import Digest, find_damage, folder_of, list_checkpoints, step_of
+from mpc_dist.training.config import Config
+from mpc_dist.training.loop import train
 from mpc_dist.training.metrics import read_metrics
 from tests.conftest import ROOT
 from tests.training.local import losses, parse, train_locally
@@ -158,6 +164,51 @@ def test_an_adaptive_horizon_goes_on_across_its_changes(tmp_path: Path):
     assert losses(tmp_path / "whole", 2) == losses(tmp_path / "parts", 2)
 
 
+@pytest.mark.parametrize("stages", [("2", "1"), ("1", "2")], ids="->".join)
+def test_the_report_follows_a_run_over_its_layouts(stages, tmp_path: Path):
+    for number, before in zip(("3", "6"), stages, strict=True):
+        train_locally([*FOUR, "--training.steps", number, "--parallel.stages", before], tmp_path)
+    run = read_run(tmp_path)
+    assert (run.num_stages, run.status, run.last_step) == (int(stages[1]), "finished", 6)
+    assert [point.step for point in run.train_losses] == [1, 2, 3, 4, 5, 6]
+    assert [point.step for point in run.test_losses] == [3, 6]
+    assert run.last_evaluation is not None
+    assert 4 in run.last_evaluation.exits
+    assert "resumed from step 3" in build_page([run])
+
+
+def test_a_new_run_forgets_the_ranks_of_a_larger_one(tmp_path: Path):
+    train_locally([*FOUR, *words("--training.steps 2 --parallel.stages 2")], tmp_path)
+    train_locally([*FOUR, *words("--training.steps 2 --checkpoints.resume never")], tmp_path)
+    assert [path.name for path in tmp_path.glob("metrics-*")] == ["metrics-rank0.jsonl"]
+
+
+def weights_after_drops(rank: int, config: Config) -> dict[str, torch.Tensor]:
+    kept: dict[str, torch.Tensor] = {}
+    collect = Pipeline.collect_state
+
+    def collect_and_keep(pipeline: Pipeline) -> dict[str, torch.Tensor]:
+        found = collect(pipeline)
+        kept.update({name: value for name, value in found.items() if name.startswith("blocks.")})
+        return found
+
+    Pipeline.collect_state = collect_and_keep  # type: ignore[method-assign]
+    train(config, Launch(rank, config.num_ranks, rank), is_quiet=True)
+    return kept
+
+
+def test_replicas_drop_the_rate_together(tmp_path: Path):
+    """Each replica sees other samples and so another loss; if they decided alone, their weights would part."""
+    options = "--optimizer.scheduler drop_on_rise --data.max_bytes 800 --data_parallel.degree 2 --training.steps 30"
+    arguments = [*GPT, *words(f"{options} --optimizer.lr 0.05 --training.folder"), str(tmp_path)]
+    one, other = run_local_ranks(weights_after_drops, 2, parse(arguments))
+    saved = SavedCheckpoint(list_checkpoints(folder_of(tmp_path))[-1])
+    assert saved.state.progress["rate"]["num_drops"] > 0
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
 def test_another_horizon_goes_on_with_new_readouts(four_stages: Path, tmp_path: Path):
     arguments = [*FOUR, *words("--training.steps 4 --parallel.stages 1 --horizon.size 1")]
     train_locally([*arguments, "--checkpoints.resume", str(four_stages / "begun")], tmp_path)
@@ -174,13 +225,15 @@ def damage(checkpoint: Path, how: str) -> None:
         file.write_bytes(content)
     elif how == "a truncated file":
         file.write_bytes(content[:-100])
+    elif how == "a strange file":
+        shutil.copy(file, checkpoint / "shard-00099-model-00001-of-00001.safetensors")
     elif how == "a missing file":
         file.unlink()
     else:
         (checkpoint / "state.json").write_text('{"format": 1}')
 
 
-DAMAGES = ["a flipped bit", "a truncated file", "a missing file", "an unreadable state"]
+DAMAGES = ["a flipped bit", "a truncated file", "a missing file", "a strange file", "an unreadable state"]
 
 
 @pytest.mark.parametrize("how", DAMAGES)
@@ -239,7 +292,8 @@ def test_the_newest_are_kept_and_a_new_start_removes_them(tmp_path: Path):
 def test_a_step_back_drops_what_came_after_and_a_borrowed_start_is_made_once(tmp_path: Path):
     arguments = [*GPT, *words("--training.steps 5 --checkpoints.every 1 --checkpoints.keep 9")]
     train_locally(arguments, tmp_path / "run")
-    back = tmp_path / "run" / "checkpoints" / "step-00000002"
+    # Written differently, still the same folder.
+    back = tmp_path / "run" / ".." / "run" / "checkpoints" / "step-00000002"
     train_locally([*arguments, *words("--checkpoints.every 0 --checkpoints.resume"), str(back)], tmp_path / "run")
     assert [step_of(path) for path in list_checkpoints(folder_of(tmp_path / "run"))] == [1, 2]
     borrowed = [*arguments, "--checkpoints.resume", str(tmp_path / "run")]
@@ -250,11 +304,14 @@ def test_a_step_back_drops_what_came_after_and_a_borrowed_start_is_made_once(tmp
     assert [line["step"] for line in lines if line["event"] == "step"] == [3, 4, 5]
 
 
-def test_a_finished_run_is_only_evaluated_again(four_stages: Path, tmp_path: Path):
+@pytest.mark.parametrize("steps", ["3", "2"])
+def test_a_finished_run_is_only_evaluated_again(steps: str, four_stages: Path, tmp_path: Path, capsys):
     shutil.copytree(four_stages / "begun", tmp_path / "run")
-    train_locally([*FOUR, "--training.steps", "3"], tmp_path / "run")
-    events = [line["event"] for line in read_metrics(tmp_path / "run", 0)]
-    assert events[-4:] == ["start", "resume", "evaluation", "end"]
+    train_locally([*FOUR, "--training.steps", steps], tmp_path / "run")
+    lines = read_metrics(tmp_path / "run", 0)[-4:]
+    assert [line["event"] for line in lines] == ["start", "resume", "evaluation", "end"]
+    assert [line["step"] for line in lines[1:]] == [3, 3, 3]
+    assert "is already after step 3; raise training.steps" in capsys.readouterr().err
 
 
 def test_a_save_that_fails_stops_nothing_and_is_said(tmp_path: Path):
@@ -269,6 +326,47 @@ def test_a_save_that_fails_stops_nothing_and_is_said(tmp_path: Path):
     events = [line["event"] for line in lines]
     assert events.count("step") == 3
     assert events[-1] == "end"
+
+
+def save_without_a_digest(rank: int, folder: Path) -> list[str | None]:
+    """Rank 1 cannot read back its part of the first checkpoint; the second is as it should be."""
+    saver = CheckpointSaver(folder, keep=3, fingerprint={}, rank=rank, group=dist.group.WORLD)
+    read = Digest.of
+    if rank == 1:
+        Digest.of = classmethod(lambda cls, path: Path("nowhere").stat())  # type: ignore[assignment,method-assign]
+    saver.save(1, {f"blocks.{rank}.weight": torch.ones(3)}, {})
+    saver.wait()
+    Digest.of = read  # type: ignore[method-assign]
+    saver.save(2, {f"blocks.{rank}.weight": torch.ones(3)}, {})
+    saver.wait()
+    return [outcome.failure for outcome in saver.take_outcomes()]
+
+
+def test_after_a_save_that_failed_late_on_one_rank_the_next_succeeds(tmp_path: Path):
+    for first, second in run_local_ranks(save_without_a_digest, 2, tmp_path):
+        assert "rank 1: FileNotFoundError" in first
+        assert second is None
+    assert [step_of(path) for path in list_checkpoints(tmp_path)] == [2]
+
+
+def save_elsewhere(rank: int, folder: Path) -> str | None:
+    saver = CheckpointSaver(folder / str(rank), keep=3, fingerprint={}, rank=rank, group=dist.group.WORLD)
+    saver.save(1, {f"blocks.{rank}.weight": torch.ones(3)}, {})
+    saver.wait()
+    return saver.take_outcomes()[0].failure
+
+
+def test_folders_that_hosts_do_not_share_are_noticed_when_saving(tmp_path: Path):
+    failures = run_local_ranks(save_elsewhere, 2, tmp_path)
+    assert all("must be one that all hosts see" in failure for failure in failures)
+
+
+def test_what_was_just_saved_is_never_dropped(tmp_path: Path):
+    saver = CheckpointSaver(tmp_path, keep=1, fingerprint={})
+    for step in (6, 8, 7):  # 8 is damaged, say, so that training went on from 6
+        saver.save(step, {"blocks.0.weight": torch.ones(3)}, {})
+        saver.wait()
+        assert step in [step_of(path) for path in list_checkpoints(tmp_path)]
 
 
 def save_on_a_rank(rank: int, folder: Path) -> str | None:

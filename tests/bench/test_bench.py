@@ -20,6 +20,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
 
 
+@pytest.mark.slow
 def test_the_schedule_benchmark_reports_ours_and_torchs(tmp_path: Path):
     out = tmp_path / "rows.json"
     options = "schedule --stages 4 --microbatches 4 --f 0.002 --repeats 1 --seconds 0.05 --json".split()
@@ -62,6 +63,7 @@ def test_bad_settings_are_said_in_one_line(arguments, message):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_the_compute_benchmark_compares_with_torch_and_one_process(tmp_path: Path):
     out = tmp_path / "rows.json"
     options = "compute --blocks 4 --width 16 --batch-size 16 --microbatches 2 --repeats 2 --json".split()
@@ -141,6 +143,7 @@ def test_window_names_are_read():
     assert parse_windows("backprop", 4) == backprop(4)
 
 
+@pytest.mark.slow
 def test_the_tracking_benchmark_compares_tracked_with_untracked_steps(tmp_path: Path, monkeypatch):
     for name in ("CONFIG", "CACHE", "DATA"):
         monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / "places"))

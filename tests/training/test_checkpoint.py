@@ -68,7 +68,9 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=pytest.mark.slow if "ZeRO" in name else ()) for name in LAYOUTS]
+)
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(layout: str, tmp_path: Path):
     arguments = LAYOUTS[layout]
     config = train_locally([*arguments, *words("--training.steps 7")], tmp_path / "whole")

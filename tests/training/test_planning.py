@@ -19,9 +19,11 @@ from mpc_dist.planner.plan import Plan
 from mpc_dist.planner.search import Request
 from mpc_dist.profile import SavedBytes
 from mpc_dist.runtime.in_process import InProcessPipeline
+from mpc_dist.runtime.mesh import Launch
 from mpc_dist.runtime.stage import StageOptions
 from mpc_dist.schedule import build_schedule, lay_out
-from mpc_dist.training.config import Config
+from mpc_dist.training.auto import train_as_planned
+from mpc_dist.training.config import Config, ConfigParser
 from mpc_dist.training.metrics import read_metrics
 from mpc_dist.training.optimizer import build_optimizer
 from mpc_dist.training.planning import Probe, apply_plan, build_whole_chain, plan_for
@@ -76,10 +78,12 @@ def test_a_plan_is_made_and_run_as_it_is(tmp_path: Path, capsys, monkeypatch):
     start = read_metrics(tmp_path / "run", 0)[0]
     assert start["config"]["parallel"]["partition"] == list(made.chosen.partition)
     assert start["config"]["horizon"]["windows"] == made.chosen.shape.windows
-    wrong = launch(made.chosen.num_gpus + 1, "--plan", str(out), *folder)
-    assert "processes were started; start" in wrong.stderr
-    other = launch(made.chosen.num_gpus, "--plan", str(out), "--model.width", "32", *folder)
-    assert "the plan is for another model" in other.stderr
+    again, _ = ConfigParser([*SMALL.split(), *folder], prog="", description="").parse()
+    with pytest.raises(ValueError, match="processes were started; start"):
+        train_as_planned(again, Launch(0, made.chosen.num_gpus + 1, 0), out)
+    wider = dataclasses.replace(again, model=dataclasses.replace(again.model, width=32))
+    with pytest.raises(ValueError, match="the plan is for another model"):
+        train_as_planned(wider, Launch(0, made.chosen.num_gpus, 0), out)
     # What was measured is used again.
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "profiles").iterdir()}
     plan("--max-gpus", "2", "--objective", "O2", out=out)

@@ -82,6 +82,8 @@ def plan_panel(runs: Sequence[Shown]) -> Panel:
 
 
 def _why_no_plan(run: Run) -> str:
+    if (run.folder / "plan.yaml").exists():
+        return "its plan.yaml cannot be read, see the run's notes above"
     if run.config["horizon"]["mode"] == "adaptive":
         return "no plan, trained with an adaptive horizon"
     return "no plan, trained with a fixed horizon"

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mpc_dist.report.page import build_page
 from mpc_dist.report.replay import Row, draw_close, replay
 from mpc_dist.report.run import name_runs, read_run
 from mpc_dist.schedule import build_schedule, lay_out
@@ -151,6 +152,7 @@ def test_a_damaged_plan_is_said_and_no_error(copy_of: Copy):
     run = read_run(folder)
     assert run.plan is None
     assert "is no plan of mpc_dist" in run.notes[0]
+    assert "its plan.yaml cannot be read" in build_page([run])
 
 
 @pytest.mark.parametrize("content", [None, "", '{"event": "sta', "\x00\xff\n"])

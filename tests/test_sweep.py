@@ -77,6 +77,7 @@ def test_the_same_command_runs_nothing_again_and_prints_the_table(finished: Path
     assert times(finished) == before
 
 
+@pytest.mark.slow
 def test_what_was_interrupted_is_gone_on_with_and_a_failure_stops_no_other(finished, monkeypatch, capsys):
     """The last line of one run is lost; a third horizon cannot run; the first is complete."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")

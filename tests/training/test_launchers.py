@@ -66,6 +66,7 @@ def without_launcher(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int
     return losses(folder, 2)
 
 
+@pytest.mark.slow
 def test_accelerate_starts_the_same_training(without_launcher, tmp_path):
     done = accelerate("cpu_2ranks", "--config", "configs/gpt_train.yaml", *TINY, "--training.folder", str(tmp_path))
     assert "test loss" in done.stdout

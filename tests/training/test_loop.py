@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -93,22 +94,28 @@ def test_replicas_and_stages_together_with_the_papers_rule(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "arguments", "message"),
+    ("arguments", "message"),
     [
-        (1, [], "1 processes were started, but 2 stages x 1 replicas need 2; start 2"),
-        (1, ["--horizon", "3"], "horizon.size 3 exceeds the 2 stages of this run; use 1..2"),
-        (1, ["--parallel.partition", "[1,2]"], "partition 1|2 has 3 blocks but the model 4"),
-        (1, ["--parallel.microbatches", "3"], "batch_size 16 cannot be cut into 3 equal micro-batches"),
-        (1, ["--optimizer.scheduler", "CosinLR"], "unknown optimizer.scheduler 'CosinLR'; did you mean"),
-        (1, ["--readout.kind", "shared", "--parallel.stages", "1"], ""),
-        (2, ["--readout.kind", "shared"], ""),
+        ([], "1 processes were started, but 2 stages x 1 replicas need 2; start 2"),
+        (["--horizon", "3"], "horizon.size 3 exceeds the 2 stages of this run; use 1..2"),
+        (["--parallel.partition", "[1,2]"], "partition 1|2 has 3 blocks but the model 4"),
+        (["--parallel.microbatches", "3"], "batch_size 16 cannot be cut into 3 equal micro-batches"),
+        (["--optimizer.scheduler", "CosinLR"], "unknown optimizer.scheduler 'CosinLR'; did you mean"),
     ],
 )
-def test_what_is_wrong_is_said_once_before_the_ranks_meet(num_ranks, arguments, message, tmp_path: Path):
-    done = launch(num_ranks, *SMALL, *arguments, "--training.folder", str(tmp_path / "run"), fails=bool(message))
-    assert message in done.stderr
-    assert done.stderr.count("train.py: error") == (1 if message else 0)
-    assert (tmp_path / "run").exists() == (not message)
+def test_what_is_wrong_is_said_once_before_anything_is_written(arguments, message, tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["train.py", *SMALL, *arguments, "--training.folder", str(tmp_path / "run")])
+    assert runpy.run_path("launch/train.py")["main"]() == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("train.py: error") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_shared_head_trains_on_two_ranks(tmp_path: Path):
+    launch(2, *SMALL, "--readout.kind", "shared", "--training.folder", str(tmp_path))
+    assert {boundary for _, boundary in losses(tmp_path, 2)} == {"2", "4"}
 
 
 def test_horizons_in_stages_and_in_blocks():

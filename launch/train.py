@@ -31,8 +31,9 @@ def draw(config: Config, costs: Costs | None) -> dict[str, Path]:
 
 def main() -> int:
     """Read the configuration, train, and print the last evaluation."""
-    launch = Launch.from_environment()
+    launch = Launch()
     try:
+        launch = Launch.from_environment()
         parser = ConfigParser(sys.argv[1:], prog="train.py", description="Train a model with MPC gradients.")
         parser.parser.add_argument("--plan", type=str, default=None, help="A plan of `mpc-dist plan` to run.")
         parser.parser.add_argument("--local_rank", type=int, help="Given by the deepspeed launcher; not needed.")

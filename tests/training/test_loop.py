@@ -113,6 +113,14 @@ def test_what_is_wrong_is_said_once_before_anything_is_written(arguments, messag
     assert not (tmp_path / "run").exists()
 
 
+def test_a_launcher_that_says_nonsense_is_refused(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("RANK", "first")
+    monkeypatch.setattr(sys, "argv", ["train.py", *SMALL])
+    assert runpy.run_path("launch/train.py")["main"]() == 2
+    assert "RANK, WORLD_SIZE and LOCAL_RANK must be whole numbers" in capsys.readouterr().err
+
+
 def test_a_shared_head_trains_on_two_ranks(tmp_path: Path):
     launch(2, *SMALL, "--readout.kind", "shared", "--training.folder", str(tmp_path))
     assert {boundary for _, boundary in losses(tmp_path, 2)} == {"2", "4"}

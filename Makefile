@@ -1,5 +1,6 @@
 # make demo      set up, then show on real models what a horizon does to the gradient, to memory and to training
 # make test      set up, then run the tests (make test-all: the slow ones too)
+# make reproduce set up, then every experiment of docs/paper at a small size (make data first: some need real data)
 # make check     set up, then lint, formatting and strict types
 
 PYTHON ?= python3
@@ -10,7 +11,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 # One thread per process: the tensors are small, and processes side by side must not fight for the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-all check format clean
+.PHONY: demo test test-all data reproduce check format clean
 .DEFAULT_GOAL := test
 
 # Rebuilt only when what is installed changes; otherwise the targets below do no install work.
@@ -36,6 +37,17 @@ test: $(READY)
 
 test-all: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# CIFAR-10/100, text and a trained ResNet-56 into data/, from a folder that has them (see docs/paper/README.md).
+DATA ?= $(or $(MPC_DIST_DATA),../shared/data)
+data: $(READY)
+	@test -d '$(DATA)' || { echo "no real data in $(DATA): set DATA=FOLDER, or fill data/ as docs/paper/README.md says"; exit 1; }
+	$(BIN)/python '$(DATA)/unpack.py' data
+	cp '$(DATA)/text/tinyshakespeare.txt' '$(DATA)/checkpoints/resnet56-4bfd9763.th' data/
+
+reproduce: $(READY)
+	-test -e data || $(MAKE) data
+	$(BIN)/mpc-dist reproduce all --quick
 
 check: $(READY)
 	$(BIN)/ruff check .

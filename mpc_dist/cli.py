@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from mpc_dist import __version__
-from mpc_dist.commands import angles, demo, export, plan, report, schedule, sweep
+from mpc_dist.commands import angles, demo, export, plan, report, reproduce, schedule, sweep
 from mpc_dist.validation import look_up
 
 EXIT_FAILED = 1
@@ -29,6 +29,7 @@ COMMANDS = {
     "export": Command(export.run, export.SUMMARY),
     "plan": Command(plan.run, plan.SUMMARY),
     "report": Command(report.run, report.SUMMARY),
+    "reproduce": Command(reproduce.run, reproduce.SUMMARY),
     "schedule": Command(schedule.run, schedule.SUMMARY),
     "sweep": Command(sweep.run, sweep.SUMMARY),
 }

@@ -16,7 +16,7 @@ LAYERS = [
     {"readout", "models", "data", "gradient", "profile"},
     {"runtime"},
     {"training"},
-    {"report", "commands", "cli", "bench"},
+    {"report", "commands", "cli", "bench", "study"},
 ]
 PURE = LAYERS[0]
 # Within the third layer too, imports have one direction.

@@ -1,0 +1,1 @@
+"""Experiments made of many independent runs: resumable, with every number kept and every page made of it."""

@@ -1,0 +1,73 @@
+"""Runs the cells of an experiment side by side, one thread each, and keeps each result as it comes.
+
+Interrupted at any point, the same call goes on: cells that are in the store are not run again.
+"""
+
+import multiprocessing
+import time
+from collections.abc import Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from mpc_dist.study.cell import Cell, Record, Result, Store
+
+
+def run_cells(
+    cells: Mapping[str, Cell], store: Store, *, num_workers: int, title: str, console: Console
+) -> dict[str, Record]:
+    """Run what the store lacks, `num_workers` at a time; every cell's record by its name."""
+    left = {name: cell for name, cell in cells.items() if store.find(cell) is None}
+    if left:
+        _run(left, store, num_workers=num_workers, title=title, console=console, num_done=len(cells) - len(left))
+    return collect(cells, store)
+
+
+def collect(cells: Mapping[str, Cell], store: Store) -> dict[str, Record]:
+    """The records of those cells that were run, by name."""
+    found = {name: store.find(cell) for name, cell in cells.items()}
+    return {name: record for name, record in found.items() if record is not None}
+
+
+def _run(
+    cells: Mapping[str, Cell], store: Store, *, num_workers: int, title: str, console: Console, num_done: int
+) -> None:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    # Fresh processes: a fork would inherit torch's threads half alive.
+    context = multiprocessing.get_context("spawn")
+    with (
+        Progress(*columns, console=console) as progress,
+        ProcessPoolExecutor(num_workers, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool,
+    ):
+        bar = progress.add_task(title, total=num_done + len(cells), completed=num_done)
+        running: dict[Future[tuple[Result, float]], str] = {}
+        queue = list(cells.items())
+        try:
+            while queue or running:
+                while queue and len(running) < num_workers:
+                    name, cell = queue.pop(0)
+                    running[pool.submit(_measure, cell)] = name
+                done, _ = wait(running, return_when=FIRST_COMPLETED)
+                for future in done:
+                    name = running.pop(future)
+                    result, seconds = future.result()
+                    store.add(name, cells[name], result, seconds=seconds)
+                    progress.update(bar, advance=1, description=f"{title}: {name}")
+        except BaseException:
+            for process in (pool._processes or {}).values():
+                process.terminate()
+            raise
+
+
+def _measure(cell: Cell) -> tuple[Result, float]:
+    start = time.process_time()
+    result = cell.run()
+    return result, time.process_time() - start

@@ -1,0 +1,183 @@
+"""A cell that trains a model in one process, with any windows, and watches its losses."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mpc_dist.data import Batch, Batches, Dataset, DataSource
+from mpc_dist.models import BlockModel, Chain, build_chain
+from mpc_dist.profile import measure_angles
+from mpc_dist.readout import ReadoutConfig
+from mpc_dist.runtime.in_process import InProcessPipeline
+from mpc_dist.runtime.stage import Score, StageOptions
+from mpc_dist.schedule import build_schedule, lay_out
+from mpc_dist.study.cell import Result
+from mpc_dist.training.optimizer import LearningRate, build_optimizer
+from mpc_dist.training.sections import OptimizerConfig
+from mpc_dist.windows import Windows, backprop, cumulative, expand, loco, sliding, tumbling
+
+MOST_TESTED = 500
+"""Samples of a test batch."""
+NUM_PROBES = 2
+"""Batches over which an angle is averaged."""
+
+
+@dataclass(frozen=True)
+class WindowChoice:
+    """Which windows, for a model of any depth."""
+
+    kind: Literal["sliding", "anchored", "cumulative", "tumbling", "loco", "backprop"]
+    size: int = 0
+    """Horizon or group size in units; 0 for those that have none."""
+    unit: int = 1
+    """Blocks per unit: losses are read at the ends of units only."""
+    stride: int = 1
+    """anchored: units between losses."""
+
+    def build(self, num_blocks: int) -> Windows:
+        """Over the blocks; the last unit may be shorter."""
+        sizes = [self.unit] * (num_blocks // self.unit)
+        if num_blocks % self.unit:
+            sizes.append(num_blocks % self.unit)
+        count = len(sizes)
+        builders = {
+            "sliding": lambda: sliding(count, self.size),
+            "anchored": lambda: sliding(count, self.size, sorted({*range(self.stride, count + 1, self.stride), count})),
+            "cumulative": lambda: cumulative(count, self.size),
+            "tumbling": lambda: tumbling(count, self.size),
+            "loco": lambda: loco(count),
+            "backprop": lambda: backprop(count),
+        }
+        return expand(builders[self.kind](), sizes)
+
+    def __str__(self) -> str:
+        words = [self.kind, *([str(self.size)] if self.size else [])]
+        if self.kind == "anchored":
+            words.append(f"every {self.stride}")
+        return " ".join(words) + (f" (units of {self.unit})" if self.unit > 1 else "")
+
+
+@dataclass(frozen=True)
+class TrainingCell:
+    """Train from scratch, or from the model's checkpoint; losses are of the last boundary."""
+
+    model: BlockModel
+    data: DataSource
+    windows: WindowChoice
+    optimizer: OptimizerConfig
+    batch_size: int
+    steps: int
+    seed: int
+    """Of initial weights and the order of the data."""
+    readout: ReadoutConfig = field(default_factory=ReadoutConfig)
+    num_evaluations: int = 20
+    """Spread evenly over the steps; the initial state is evaluated besides."""
+    test_batches: int | None = None
+    """Test batches per evaluation; None: the whole test set."""
+    angles_at: tuple[int, ...] = ()
+    """Steps after which cos(theta_h) of every sliding horizon is measured, on two batches of the training data."""
+
+    def run(self) -> Result:
+        """Losses and accuracies over the steps; a run whose loss is no number any more ends there."""
+        data = self.data.load()
+        chain = build_chain(self.model, data.task, readout=self.readout.kind, seed=self.seed)
+        layout = lay_out(self.windows.build(self.model.num_blocks), [self.model.num_blocks])
+        pipeline = InProcessPipeline(
+            chain,
+            layout,
+            build_schedule(layout, 1),
+            optimizer=lambda parameters: build_optimizer(self.optimizer, parameters),
+            options=StageOptions(seed=self.seed),
+        )
+        (stage,) = pipeline.stages
+        rate = LearningRate(self.optimizer, stage.optimizer)
+        batches = Batches(data.train, batch_size=self.batch_size, seed=self.seed)
+        watch = Watch(self, chain, data)
+        watch.look(0)
+        epoch_losses: list[torch.Tensor] = []
+        for step in range(1, self.steps + 1):
+            epoch = batches.epoch
+            (record,) = pipeline.step(*next(batches))
+            loss = record.losses[layout.num_segments][0]
+            watch.add(loss)
+            rate.step()
+            epoch_losses.append(loss)
+            if batches.epoch != epoch:
+                if rate.drop is not None:
+                    rate.drop.end_epoch(float(torch.stack(epoch_losses).mean()))
+                epoch_losses = []
+            if not watch.look(step):
+                break
+        return watch.as_result()
+
+
+class Watch:
+    """Evaluates a chain on the way, as a cell asks."""
+
+    def __init__(self, cell: TrainingCell, chain: Chain, data: Dataset) -> None:
+        self._cell = cell
+        self._chain = chain
+        self._recent: list[Tensor] = []
+        size = min(MOST_TESTED, data.test.num_samples)
+        tests = Batches(data.test, batch_size=size, seed=0, shuffle=False)
+        self._tests = list(islice(tests, cell.test_batches or tests.batches_per_epoch))
+        probes = Batches(data.train, batch_size=cell.batch_size, seed=0)
+        self._probes = list(islice(probes, NUM_PROBES if cell.angles_at else 0))
+        self._steps: list[int] = []
+        self._train: list[float | None] = []
+        self._test: list[float] = []
+        self._accuracy: list[float] = []
+        self._cosines: dict[int, list[float]] = {}
+        self._due = {round(cell.steps * i / cell.num_evaluations) for i in range(cell.num_evaluations + 1)}
+
+    def add(self, loss: Tensor) -> None:
+        """The training loss of a step."""
+        self._recent.append(loss)
+
+    def look(self, step: int) -> bool:
+        """Evaluate and probe if it is time; whether the run makes sense still."""
+        if step in self._cell.angles_at:
+            profile = measure_angles(self._chain, self._probes)
+            self._cosines[step] = [keep_digits(value, 9) for value in profile.horizon_cosines()]
+        if step not in self._due:
+            return True
+        loss, accuracy = evaluate(self._chain, self._tests)
+        self._steps.append(step)
+        self._train.append(keep_digits(float(torch.stack(self._recent).mean())) if self._recent else None)
+        self._test.append(keep_digits(loss))
+        self._accuracy += [] if accuracy is None else [keep_digits(accuracy)]
+        self._recent = []
+        return math.isfinite(loss)
+
+    def as_result(self) -> Result:
+        """What was seen; `train` holds means over the steps since the evaluation before."""
+        result: Result = {"steps": self._steps, "train": self._train, "test": self._test}
+        if self._accuracy:
+            result["accuracy"] = self._accuracy
+        if self._cosines:
+            result["cosines"] = {str(step): values for step, values in self._cosines.items()}
+        return result
+
+
+def evaluate(chain: Chain, batches: Sequence[Batch]) -> tuple[float, float | None]:
+    """Mean loss at the last boundary, and the share of right predictions where labels are classes."""
+    score = Score()
+    chain.eval()
+    with torch.no_grad():
+        for inputs, labels in batches:
+            state = inputs
+            for block in chain.blocks:
+                state = block(state)
+            score = score.add(chain.readouts[str(chain.num_blocks)](state), labels, chain.loss)
+    chain.train()
+    return score.loss, score.accuracy
+
+
+def keep_digits(value: float, digits: int = 6) -> float:
+    """The value with so many significant digits: no more are worth keeping."""
+    return float(f"{value:.{digits}g}")

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from mpc_dist.study.cell import Store
 from mpc_dist.study.experiment import Experiment, Findings, write_page
+from mpc_dist.study.index import write_index
 from mpc_dist.study.runner import collect, run_cells
 from mpc_dist.validation import check_whole, look_up
 
@@ -21,21 +22,26 @@ def run(argv: Sequence[str]) -> None:
     """Run one experiment, or all of them, and write their pages."""
     options = _parse(argv)
     check_whole("--jobs", options.jobs, minimum=1)
-    chosen = list(EXPERIMENTS.values()) if options.name == ALL else [look_up("experiment", options.name, EXPERIMENTS)]
+    chosen = (
+        dict(EXPERIMENTS) if options.name == ALL else {options.name: look_up("experiment", options.name, EXPERIMENTS)}
+    )
     console = Console()
     out = Path(options.out or ("runs/reproduce-quick" if options.quick else "runs/reproduce"))
-    for experiment in chosen:
+    for name, experiment in chosen.items():
         missing = [path for path in experiment.needs if not Path(path).exists()]
         if missing and options.name != ALL:
-            raise ValueError(f"{experiment.name} needs {', '.join(missing)}; `make data` and docs/paper say how")
+            raise ValueError(f"{name} needs {', '.join(missing)}; `make data` and docs/paper/data.md say how")
         if missing:
-            console.print(f"{experiment.name}: left out, it needs {', '.join(missing)}", highlight=False)
+            console.print(f"{name}: left out, it needs {', '.join(missing)}", highlight=False)
             continue
-        reproduce(experiment, out / experiment.name, options, console)
+        _reproduce(experiment, out / name, options, console)
+    found = _conclude_all(out, is_quick=options.quick)
+    if found:
+        console.print(f"all results: {write_index(found, EXPERIMENTS, out)}", highlight=False, soft_wrap=True)
 
 
-def reproduce(experiment: Experiment, folder: Path, options: argparse.Namespace, console: Console) -> Findings | None:
-    """Run what is missing and write the page; None if there is nothing to conclude from yet."""
+def _reproduce(experiment: Experiment, folder: Path, options: argparse.Namespace, console: Console) -> None:
+    """Run what is missing and write the page, if there is enough to conclude from."""
     cells = experiment.build_cells(options.quick)
     store = Store(folder / "cells.jsonl")
     if options.page_only:
@@ -45,13 +51,23 @@ def reproduce(experiment: Experiment, folder: Path, options: argparse.Namespace,
         store.keep_only(cells)
     if len(records) < len(cells):
         console.print(f"{experiment.name}: {len(records)} of {len(cells)} runs are done; no page yet", highlight=False)
-        return None
+        return
     findings = experiment.conclude(records)
     page = write_page(experiment, findings, records, folder, quick=options.quick)
     for verdict in findings.verdicts:
-        console.print(f"{experiment.name}: {verdict.verdict}: {verdict.claim} ({verdict.evidence})", highlight=False)
+        console.print(f"{verdict.verdict}: {verdict.claim} ({verdict.evidence})", highlight=False, markup=False)
     console.print(f"{experiment.name}: {page}", highlight=False, soft_wrap=True)
-    return findings
+
+
+def _conclude_all(out: Path, *, is_quick: bool) -> dict[str, Findings]:
+    """What the experiments say that are complete in this folder."""
+    found = {}
+    for name, experiment in EXPERIMENTS.items():
+        cells = experiment.build_cells(is_quick)
+        records = collect(cells, Store(out / name / "cells.jsonl"))
+        if len(records) == len(cells):
+            found[name] = experiment.conclude(records)
+    return found
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:

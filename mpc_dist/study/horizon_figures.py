@@ -7,6 +7,7 @@ from typing import Any
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from mpc_dist.study.horizon_curves import Curves
 
@@ -17,14 +18,16 @@ def draw_final(tasks: Sequence[Curves]) -> Figure:
     """A panel per task: loss at the end against the horizon."""
     figure, panels = _panels(len(tasks))
     for axes, curves in zip(panels, tasks, strict=True):
-        for kind, colour, mark in (("train", "tab:blue", "o"), ("test", "tab:orange", "s")):
+        # The test loss a little to the right, so that both ranges are seen.
+        for kind, colour, mark, shift in (("train", "tab:blue", "o", 0.0), ("test", "tab:orange", "s", 0.15)):
             shown = [h for h in curves.horizons if math.isfinite(curves.final(kind, h))]
             middle = [curves.final(kind, h) for h in shown]
             spreads = [curves.spread(kind, h) for h in shown]
             below = [value - low for value, (low, _) in zip(middle, spreads, strict=True)]
             above = [high - value for value, (_, high) in zip(middle, spreads, strict=True)]
             label = "training" if kind == "train" else "test"
-            axes.errorbar(shown, middle, (below, above), fmt=f"{mark}-", color=colour, ms=4, capsize=2, label=label)
+            places = [h + shift for h in shown]
+            axes.errorbar(places, middle, (below, above), fmt=f"{mark}-", color=colour, ms=4, capsize=2, label=label)
         lost = [h for h in curves.horizons if not math.isfinite(curves.final("train", h))]
         axes.plot(lost, [0.97] * len(lost), "x", color="tab:red", transform=axes.get_xaxis_transform())
         _set_scale(axes, [value for value in curves.finals("test") if math.isfinite(value)])
@@ -52,7 +55,8 @@ def draw_over_epochs(tasks: Sequence[Curves]) -> Figure:
                 lw=2.0 if is_full else 1.3,
                 label=f"h = {horizon}",
             )
-        _set_scale(axes, [value for value in curves.finals("train") if math.isfinite(value)])
+        shown = [value for runs in curves.runs.values() for run in runs for value in run["train"]]
+        _set_scale(axes, [value for value in shown if math.isfinite(value)])
         axes.set_title(curves.title, fontsize=10)
         axes.set_xlabel(f"{curves.unit}s" if curves.unit == "epoch" else f"evaluations, every {curves.unit}")
         axes.set_ylabel("training loss")
@@ -113,3 +117,4 @@ def _set_scale(axes: Axes, values: Sequence[float]) -> None:
 def _tidy(axes: Axes) -> None:
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -5,10 +5,14 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from mpc_dist.study.selection_score import METHODS, Model, Score
 
 LEAST_RATE = -0.5
+"""Rates below are drawn here."""
+DARK = 0.12
+"""This near to either end of the scale, colours are too dark for black letters."""
 
 
 def draw_heat_map(scores: Mapping[str, list[Score]]) -> Figure:
@@ -21,7 +25,9 @@ def draw_heat_map(scores: Mapping[str, list[Score]]) -> Figure:
         axes.set_facecolor("lightgray")
         image = axes.imshow(values, vmin=0, vmax=1, cmap="RdYlGn_r", aspect="auto")
         for (line, column), value in np.ndenumerate(values):
-            axes.text(column, line, "x" if math.isnan(value) else f"{value:.2f}", ha="center", va="center", fontsize=7)
+            words = "x" if math.isnan(value) else f"{value:.2f}"
+            colour = "white" if value < DARK or value > 1 - DARK else "black"
+            axes.text(column, line, words, color=colour, ha="center", va="center", fontsize=7)
         axes.set_yticks(range(len(METHODS)), METHODS, fontsize=8)
         axes.set_title(title, fontsize=10, loc="left")
         axes.set_xticks(range(len(rows)), [row.setting for row in rows], rotation=40, ha="right", fontsize=8)
@@ -43,6 +49,7 @@ def draw_rates(models: Sequence[Model]) -> Figure:
         axes.set_title(model.title, fontsize=10)
         axes.set_xlabel("horizon h (blocks)")
         axes.set_ylabel("relative rate")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.legend(fontsize=7)
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)

@@ -125,7 +125,8 @@ def _read_dense(records: Records, curves_name: str) -> Model:
         finals = [math.inf if row[-1] is None else row[-1] for row in record.result["test"]]
         rates.append([relative_rate(final, finals[count - 1], record.result["test"][0][0]) for final in finals])
     means = [statistics.median(values) for values in zip(*rates, strict=True)]
-    size = f"{cell['data']['num_train']:,} samples, {cell['epochs']} epochs, median of {len(trained)} seeds"
+    seeds = "one seed" if len(trained) == 1 else f"median of {len(trained)} seeds"
+    size = f"{cell['data']['num_train']:,} samples, {cell['epochs']} epochs, {seeds}"
     every = range(1, count + 1)
     return Model(
         {"res_linear": "linear residual net", "res_mlp": "residual MLP"}[kind],

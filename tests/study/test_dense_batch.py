@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from mpc_dist.data import Batches, DigitsData, LinearData, TrigonometricData
+from mpc_dist.data import Batches, LinearData, TrigonometricData
 from mpc_dist.gradient import mpc_gradients
 from mpc_dist.models import Chain, ResLinear, ResMLP, build_chain
 from mpc_dist.models.residual_mlp import DenseBlock
@@ -14,6 +14,7 @@ from mpc_dist.readout import ReadoutConfig
 from mpc_dist.study.dense_batch import DenseBatch
 from mpc_dist.study.dense_cell import DenseCell, scale_branches
 from mpc_dist.study.training_cell import TrainingCell, WindowChoice
+from mpc_dist.task import Task
 from mpc_dist.training.sections import OptimizerConfig
 from mpc_dist.windows import Windows, sliding
 
@@ -93,17 +94,15 @@ def build_cell(**changes: object) -> DenseCell:
     return dataclasses.replace(cell, **changes)
 
 
-@pytest.mark.parametrize("lr", [0.05, 0.2])
-def test_each_copy_trains_like_a_cell_of_its_own(lr: float):
-    cell = build_cell(optimizer=OptimizerConfig("sgd", lr=lr, scheduler="drop_on_rise"))
+def test_each_copy_trains_like_a_cell_of_its_own():
+    cell = build_cell(optimizer=OptimizerConfig("sgd", lr=0.3, scheduler="drop_on_rise"), epochs=10)
     result = cell.run()
-    if lr == 0.2:
-        assert len(set(result["rate"])) > 1, "each copy has a rate of its own"
+    assert len(set(result["rate"])) > 1, "each copy has a rate of its own"
     for copy, choice in enumerate(cell.windows):
         alone = TrainingCell(
-            cell.model, DATA, choice, cell.optimizer, 16, 36, 3, ReadoutConfig("pool"), num_evaluations=6
+            cell.model, DATA, choice, cell.optimizer, 16, 60, 3, ReadoutConfig("pool"), num_evaluations=10
         ).run()
-        # Single precision over 36 steps, in another order of summation; and six digits are kept.
+        # Single precision over 60 steps, in another order of summation; and six digits are kept.
         assert result["train"][copy] == pytest.approx(alone["train"][1:], rel=2e-4)
         assert result["test"][copy] == pytest.approx(alone["test"], rel=2e-4)
 
@@ -176,14 +175,16 @@ def test_what_has_no_fast_path_is_refused():
         DenseBatch(build_chain(ResMLP(3, 5), data.task, readout="local"), [sliding(3, 1)])
     with pytest.raises(ValueError, match="2 blocks or more"):
         DenseBatch(build_chain(ResMLP(1, 5), data.task, readout="pool"), [sliding(1, 1)])
-    digits = DigitsData().load()
+    digits = Task("classification", (1, 8, 8), 10)
     with pytest.raises(ValueError, match="dense blocks only, got Sequential"):
-        DenseBatch(build_chain(ResMLP(3, 10), digits.task, readout="identity"), [sliding(3, 1)])
+        DenseBatch(build_chain(ResMLP(3, 10), digits, readout="identity"), [sliding(3, 1)])
 
 
 def test_only_residual_weights_are_scaled():
     chain = build_chain(ResMLP(4, 5), DATA.load().task, readout="pool", seed=0)
     before = [block.linear.weight.clone() for block in chain.blocks]
     scale_branches(chain, 0.5)
-    ratios = [float((block.linear.weight / old).mean()) for block, old in zip(chain.blocks, before, strict=True)]
+    ratios = [
+        float((block.linear.weight / old).detach().mean()) for block, old in zip(chain.blocks, before, strict=True)
+    ]
     assert ratios == pytest.approx([1, 0.5, 0.5, 1])

@@ -21,6 +21,10 @@ from mpc_dist.study.selection_score import relative
 from mpc_dist.study.step_time_cell import StepTimeCell
 from tests.study.test_dense_batch import Scaled
 
+SMALL = (
+    horizons.DenseTask(ResLinear(5, 4), LinearData(num_train=400, num_test=50, dimension=4), "identity", 0.03),
+    horizons.DenseTask(ResMLP(5, 5), TrigonometricData(num_train=400, num_test=50), "pool", 0.01),
+)
 TASKS = (
     horizons.DenseTask(ResLinear(15, 4), LinearData(num_train=400, num_test=50, dimension=4), "identity", 0.03),
     horizons.DenseTask(ResMLP(15, 5), TrigonometricData(num_train=400, num_test=50), "pool", 0.01),
@@ -42,7 +46,7 @@ def run(experiment: Experiment, cells: dict[str, Cell], folder: Path) -> str:
 
 
 def test_horizons_tiny(tmp_path: Path):
-    sizes = horizons.Sizes(TASKS, 2, 2, ResNetCifar(blocks_per_group=1, channels=2), (1, 2, 3), 10, 1, 1)
+    sizes = horizons.Sizes(SMALL, 2, 2, ResNetCifar(blocks_per_group=1, channels=2), (1, 2, 3), 10, 1, 1)
     cells = {name: cell for name, cell in horizons.build_cells(sizes).items() if is_synthetic(cell)}
     text = run(horizons.HORIZONS, cells, tmp_path)
     assert text.count("confirmed**") + text.count("limits**") == 6

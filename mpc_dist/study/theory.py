@@ -87,10 +87,24 @@ def _memory(task: PaperTask) -> MemoryCell:
 
 def deep_linear_order(gaps: Sequence[float]) -> float:
     """The order of 1 - cos^2(theta_h) in 1 - h/T over the horizons near T, from 1 - cos of every horizon."""
-    last = len(gaps)
-    chosen = [h for h in range(1, last + 1) if FURTHEST * last <= h <= NEAREST * last]
     # 1 - cos^2 = (1 - cos)(1 + cos), without the digits that squaring would lose.
-    return fit_order([1 - h / last for h in chosen], [gaps[h - 1] * (2 - gaps[h - 1]) for h in chosen])
+    return _order_near_end([gap * (2 - gap) for gap in gaps])
+
+
+def counted_order(num_blocks: int, *, power: int) -> float:
+    """The order that a net of this depth shows if the squared error of a block d layers short of the end is d^power.
+
+    Summed over the T - h blocks that fall short, d^2 (layers that push the same way) is of order 3 and d (layers that
+    are independent) of order 2 as T grows; a net of few layers shows less, because a sum is no integral.
+    """
+    sums = np.cumsum((np.arange(num_blocks) / num_blocks) ** power)  # sums[T - h]: blocks 1..T - h layers short
+    return _order_near_end(sums[::-1].tolist())
+
+
+def _order_near_end(values: Sequence[float]) -> float:
+    last = len(values)
+    chosen = [h for h in range(1, last + 1) if FURTHEST * last <= h <= NEAREST * last]
+    return fit_order([1 - h / last for h in chosen], [values[h - 1] for h in chosen])
 
 
 def fit_cubic_factor(squares: NDArray[np.float64]) -> float:

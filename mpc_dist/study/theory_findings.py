@@ -18,12 +18,16 @@ from mpc_dist.study.theory import (
     Choice,
     Rates,
     build_cells,
+    counted_order,
     gather_choices,
     gather_orders,
     gather_rates,
 )
 
 CUBIC_TOLERANCE = 0.3
+"""A fitted order within this of what a cubic law shows at the same depth counts as cubic."""
+LAWS = {"cubic": 2, "quadratic": 1}
+"""The power of d in `counted_order`."""
 CLOSE, ROUGH = 0.05, 0.15
 """Mean distance of r(h) from cos^2 that counts as agreement, and as rough agreement; so for h* as a share of T."""
 Orders = Mapping[tuple[Relation, int], Sequence[float]]
@@ -58,7 +62,8 @@ def conclude(records: Records) -> Findings:
 def _judge_cubic(orders: Orders) -> Verdict:
     deepest = max(depth for _, depth in orders)
     means = {relation: fmean(orders[relation, deepest]) for relation in RELATIONS}
-    cubic = [relation for relation, order in means.items() if abs(order - 3) <= CUBIC_TOLERANCE]
+    expected = counted_order(deepest, power=2)
+    cubic = [relation for relation, order in means.items() if abs(order - expected) <= CUBIC_TOLERANCE]
     word: VerdictWord = (
         "confirmed" if len(cubic) == len(means) else "confirmed with limits" if cubic else "not confirmed"
     )
@@ -66,7 +71,8 @@ def _judge_cubic(orders: Orders) -> Verdict:
         "1 - cos²(theta_h) = O((1 - h/T)³) for deep linear nets W = I + W~/T (section 3)",
         word,
         f"order at T = {deepest}, by the layers' W~: "
-        + ", ".join(f"{relation} {order:.2f}" for relation, order in means.items()),
+        + ", ".join(f"{relation} {order:.2f}" for relation, order in means.items())
+        + f"; at this depth a cubic law shows {expected:.2f}, a quadratic one {counted_order(deepest, power=1):.2f}",
     )
 
 
@@ -116,11 +122,13 @@ def _error(choices: Sequence[Choice]) -> float:
 
 def _order_table(orders: Orders) -> Table:
     depths = sorted({depth for _, depth in orders})
-    rows = tuple((relation, *(_spread(orders[relation, depth]) for depth in depths)) for relation in RELATIONS)
+    rows = [(relation, *(_spread(orders[relation, depth]) for depth in depths)) for relation in RELATIONS]
+    for law, power in LAWS.items():
+        rows.append((f"{law} law at this depth", *(f"{counted_order(depth, power=power):.2f}" for depth in depths)))
     return Table(
         "Order of 1 - cos² in 1 - h/T, mean over seeds (least to most)",
         ("W~(t) of the layers", *(f"T = {depth}" for depth in depths)),
-        rows,
+        tuple(rows),
     )
 
 
@@ -175,7 +183,9 @@ def draw_orders(orders: Orders) -> Figure:
         values = np.array([orders[relation, depth] for depth in depths])
         (line,) = axes.plot(depths, values.mean(axis=1), "o-", label=f"W~: {relation}")
         axes.fill_between(depths, values.min(axis=1), values.max(axis=1), alpha=0.15, color=line.get_color())
-    axes.axhline(3, color="gray", ls=":", label="theory")
+    for law, power in LAWS.items():
+        shown = [counted_order(depth, power=power) for depth in depths]
+        axes.plot(depths, shown, ls=":" if power == 1 else "--", color="gray", label=f"{law} law at this depth")
     axes.set_xscale("log", base=2)
     axes.set_xticks(depths, labels=[str(depth) for depth in depths])
     axes.set_ylim(0, 3.6)

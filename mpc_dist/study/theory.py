@@ -25,8 +25,8 @@ WIDTH = 10
 NEAREST, FURTHEST = 0.95, 0.7
 """The order is fitted over h/T between these."""
 EVALUATIONS = 10
-WEIGHTS = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-"""lambda of O2 = -r + lambda C, with C the share of back-propagation's memory."""
+SHARES = (0.02, 0.1, 0.3, 0.6, 0.9)
+"""lambda of O2 = -r + lambda C as a share of 3k/(aT), from which on the closed form gives the least horizon."""
 
 
 @dataclass(frozen=True)
@@ -154,11 +154,12 @@ class Choice:
         return abs(horizon - self.best) / self.num_blocks
 
 
-def choose(curve: str, squares: NDArray[np.float64], costs: NDArray[np.float64], weight: float) -> Choice:
-    """h* from cos^2 and C of h = 1..T."""
+def choose(curve: str, squares: NDArray[np.float64], costs: NDArray[np.float64], share: float) -> Choice:
+    """h* from cos^2 and C of h = 1..T, for lambda = share * 3k/(aT)."""
     last = len(squares)
     slope = float(np.polyfit(np.arange(1, last + 1), costs, 1)[0])
     factor = fit_cubic_factor(squares)
+    weight = share * 3 * factor / (slope * last)
     values = -squares + weight * costs
     best = int(np.argmin(values)) + 1
     closed = closed_form_horizon(last, factor=factor, slope=slope, weight=weight)
@@ -202,6 +203,11 @@ def relative_rate(loss: float, *, start: float, full: float) -> float:
     return math.log(loss / start) / math.log(full / start)
 
 
+def square_cosines(gaps: Sequence[float] | NDArray[np.float64]) -> NDArray[np.float64]:
+    """cos^2 from 1 - cos; a gradient that points away from back-propagation's promises no progress: 0."""
+    return np.asarray(np.clip(1 - np.asarray(gaps), 0, None) ** 2)
+
+
 def gather_rates(records: Records) -> list[Rates]:
     """The trainings by task."""
     runs: dict[str, dict[tuple[int, int], Record]] = {}
@@ -223,7 +229,7 @@ def _rates(title: str, runs: Mapping[tuple[int, int], Record]) -> Rates:
 
     early, late = (np.array([[rate(seed, h, place) for h in horizons] for seed in seeds]) for place in (1, -1))
     whole = [runs[seed, horizons[-1]].result["angle_gaps"] for seed in seeds]
-    squares = np.array([[(1 - np.array(gaps)) ** 2 for gaps in one.values()] for one in whole])
+    squares = np.array([[square_cosines(gaps) for gaps in one.values()] for one in whole])
     return Rates(title, tuple(horizons), early, late, squares)
 
 
@@ -249,5 +255,5 @@ def gather_choices(records: Records) -> list[Choice]:
         found = [r for r in records.values() if r.cell.get("relation") == relation]
         depth = max(r.cell["num_blocks"] for r in found)
         gaps = np.array([r.result["angle_gaps"] for r in found if r.cell["num_blocks"] == depth])
-        curves.append((f"deep linear, {relation}", ((1 - gaps) ** 2).mean(axis=0), np.arange(1, depth + 1) / depth))
-    return [choose(*curve, weight) for curve in curves for weight in WEIGHTS]
+        curves.append((f"deep linear, {relation}", square_cosines(gaps).mean(axis=0), np.arange(1, depth + 1) / depth))
+    return [choose(*curve, share) for curve in curves for share in SHARES]

@@ -236,8 +236,8 @@ def test_a_vit_is_built_of_shapes_alone():
 def test_the_closed_form_is_the_minimum_and_the_printed_form_is_not():
     depth, factor = 200, 0.8
     squares = 1 - factor * (1 - np.arange(1, depth + 1) / depth) ** 3
-    for weight in (0.1, 0.5, 1.0):
-        found = theory.choose("exact", squares, np.arange(1, depth + 1) / depth, weight)
+    for share in (0.1, 0.3, 0.6):
+        found = theory.choose("exact", squares, np.arange(1, depth + 1) / depth, share)
         assert found.factor == pytest.approx(factor)
         assert abs(found.closed - found.best) <= 1
         assert found.regret < 1e-3

@@ -24,7 +24,7 @@ ALL_RESIDUAL = replace(
 )
 CUBIC = 3.0
 ORDER_TOLERANCE = 0.5
-"""A fitted order within this of 3 counts as cubic."""
+"""A fitted order within this of what a cubic law shows at the same depth counts as cubic."""
 CLEAR_GROWTH = 5.0
 """Degrees by which the angle has to grow for a run to count."""
 
@@ -169,7 +169,9 @@ def _judge_growth(watched: Sequence[Watched]) -> Verdict:
 
 def _judge_order(watched: Sequence[Watched]) -> Verdict:
     starts = {one.title: one.orders()[:, 0] for one in watched}
-    cubic = [title for title, orders in starts.items() if abs(_mean(orders) - CUBIC) <= ORDER_TOLERANCE]
+    # What a cubic law shows at this depth: the sum of squares over the blocks that fall short of the end.
+    cubes = {one.title: order_near_end(np.cumsum(np.arange(one.num_blocks) ** 2)[::-1].tolist()) for one in watched}
+    cubic = [title for title, orders in starts.items() if abs(_mean(orders) - cubes[title]) <= ORDER_TOLERANCE]
     word: VerdictWord = (
         "confirmed" if len(cubic) == len(starts) else "confirmed with limits" if cubic else "not confirmed"
     )
@@ -180,7 +182,8 @@ def _judge_order(watched: Sequence[Watched]) -> Verdict:
     return Verdict(
         "1 - cos(theta_h) vanishes like (T - h)^3 as h nears T, on trained nets as in the linear theory (fig. 2)",
         word,
-        f"fitted order: {numbers}; {len(cubic)} of {len(starts)} models start within {ORDER_TOLERANCE} of 3",
+        f"fitted order: {numbers}; {len(cubic)} of {len(starts)} models start within {ORDER_TOLERANCE} of what a cubic "
+        f"law shows at their depth ({min(cubes.values()):.2f} to {max(cubes.values()):.2f})",
     )
 
 

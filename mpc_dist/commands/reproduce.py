@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from mpc_dist.study import angle, memory, theory_findings
 from mpc_dist.study.cell import Store
 from mpc_dist.study.experiment import Experiment, Findings, write_page
 from mpc_dist.study.horizons import HORIZONS
@@ -17,7 +18,16 @@ from mpc_dist.validation import check_whole, look_up
 SUMMARY = "Reproduce the paper's results and the studies in docs/: every figure, table and verdict."
 ALL = "all"
 
-EXPERIMENTS: dict[str, Experiment] = {one.name: one for one in (HORIZONS, SELECTION)}
+EXPERIMENTS: dict[str, Experiment] = {
+    one.name: one
+    for one in (
+        angle.EXPERIMENT,
+        memory.EXPERIMENT,
+        theory_findings.EXPERIMENT,
+        HORIZONS,
+        SELECTION,
+    )
+}
 
 
 def run(argv: Sequence[str]) -> None:

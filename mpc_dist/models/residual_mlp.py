@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from mpc_dist.readout import Identity, LinearHead
 from mpc_dist.task import Task
-from mpc_dist.validation import check_whole
+from mpc_dist.validation import check_real, check_whole
 
 
 class DenseBlock(nn.Module):
@@ -39,6 +39,8 @@ class _DenseChain:
     """Number of layers, each a block (the paper's T)."""
     width: int = 10
     """Features of every interior state."""
+    init_scale: float = 1.0
+    """What Glorot's initial weights of the residual layers are multiplied by; 1/T is the theory's W = I + W~/T."""
 
     nonlinear: ClassVar[bool]
     """Whether layers have a bias, and all but the last a ReLU."""
@@ -46,6 +48,7 @@ class _DenseChain:
     def __post_init__(self) -> None:
         check_whole("model.num_blocks", self.num_blocks, minimum=1)
         check_whole("model.width", self.width, minimum=1)
+        check_real("model.init_scale", self.init_scale, minimum=0)
 
     def check_task(self, task: Task) -> None:
         """Accept tasks on vectors or images (flattened); tokens have no features to multiply."""
@@ -66,6 +69,8 @@ class _DenseChain:
             relu=self.nonlinear and not last,
             bias=self.nonlinear,
         )
+        if layer.residual:
+            layer.linear.weight.data.mul_(self.init_scale)
         return nn.Sequential(nn.Flatten(), layer) if first and len(task.input_shape) > 1 else layer
 
     def build_head(self, boundary: int, task: Task) -> nn.Module:

@@ -133,6 +133,7 @@ class Watch:
         self._test: list[float] = []
         self._accuracy: list[float] = []
         self._cosines: dict[int, list[float]] = {}
+        self._angle_gaps: dict[int, list[float]] = {}
         self._due = {round(cell.steps * i / cell.num_evaluations) for i in range(cell.num_evaluations + 1)}
 
     def add(self, loss: Tensor) -> None:
@@ -141,9 +142,10 @@ class Watch:
 
     def look(self, step: int) -> bool:
         """Evaluate and probe if it is time; whether the run makes sense still."""
-        if step in self._cell.angles_at:
-            profile = measure_angles(self._chain, self._probes)
-            self._cosines[step] = [keep_digits(value, 9) for value in profile.horizon_cosines()]
+        if step in self._cell.angles_at and is_finite(self._chain):
+            cosines = measure_angles(self._chain, self._probes).horizon_cosines()
+            self._cosines[step] = [keep_digits(value, 9) for value in cosines]
+            self._angle_gaps[step] = [keep_digits(1 - value) for value in cosines]
         if step not in self._due:
             return True
         loss, accuracy = evaluate(self._chain, self._tests)
@@ -161,6 +163,8 @@ class Watch:
             result["accuracy"] = self._accuracy
         if self._cosines:
             result["cosines"] = {str(step): values for step, values in self._cosines.items()}
+            # 1 - cos with digits of its own: near T the cosine's are nines.
+            result["angle_gaps"] = {str(step): values for step, values in self._angle_gaps.items()}
         return result
 
 
@@ -176,6 +180,11 @@ def evaluate(chain: Chain, batches: Sequence[Batch]) -> tuple[float, float | Non
             score = score.add(chain.readouts[str(chain.num_blocks)](state), labels, chain.loss)
     chain.train()
     return score.loss, score.accuracy
+
+
+def is_finite(chain: Chain) -> bool:
+    """Whether every weight is a number still."""
+    return all(bool(torch.isfinite(parameter).all()) for parameter in chain.parameters())
 
 
 def keep_digits(value: float, digits: int = 6) -> float:

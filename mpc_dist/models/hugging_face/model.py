@@ -161,7 +161,9 @@ class HuggingFace:
         return WeightFiles(self.path)
 
     def _draw(self, build: Callable[[], Part]) -> Part:
-        """Build with weights as transformers draws them."""
+        """Build with weights as transformers draws them; of fake tensors there are only shapes, and nothing to draw."""
+        if _is_fake():
+            return build()
         whole = getattr(importlib.import_module(self.table.module), self.table.whole)
         # The base class holds no layers, only the rule of how each kind of module is initialised.
         rule = whole.__mro__[1](self.config)
@@ -170,8 +172,7 @@ class HuggingFace:
 
     def _fill(self, build: Callable[[], Part], prefix: str) -> Part:
         """Build with the weights of the files, or drawn where there are none to read."""
-        is_fake = isinstance(torch.empty(0), FakeTensor)  # shapes only: nothing to read
-        if self._files is None or is_fake:
+        if self._files is None or _is_fake():
             return self._draw(build)
         drawn = {}
         if self.has_fresh_head and prefix.startswith("readouts."):
@@ -243,6 +244,11 @@ class HuggingFace:
                 f"{self.path} has {has}, but the data {task.num_outputs} classes; set model.weights to fresh_head to "
                 f"train a new one"
             )
+
+
+def _is_fake() -> bool:
+    """Whether tensors made here have shapes only."""
+    return isinstance(torch.empty(0), FakeTensor)
 
 
 def _check_at_most(what: str, value: int, limit: str, config: Any) -> None:

@@ -107,7 +107,7 @@ def build_cells(pretraining: Pretraining, tunings: Sequence[Tuning], everything:
 
 
 def _build_cells(quick: bool) -> Mapping[str, Cell]:
-    """Full: 2 seeds of the ResNet and 3 of the ViT; quick: one of each, fewer steps and horizons."""
+    """Full: two seeds, about half an hour of a processor; quick: one seed, fewer steps and horizons."""
     pretraining = Pretraining(
         {
             "num_hidden_layers": 4 if quick else 12,
@@ -130,12 +130,12 @@ def _build_cells(quick: bool) -> Mapping[str, Cell]:
         Cifar100Data(),
         OptimizerConfig("sgd", lr=0.02, momentum=0.9),
         other_rates=(0.05,) if quick else (0.005, 0.05),
-        horizons=(1, 4, 9) if quick else (1, 2, 3, 5, 7, 9),
+        horizons=(1, 4, 9) if quick else (1, 2, 3, 5, 9),
         unit=3,
         tumbling=() if quick else (3,),
         shared=(),
         batch_size=32,
-        steps=12 if quick else 70,
+        steps=12 if quick else 90,
         seeds=(0,) if quick else (0, 1),
         test_batches=1 if quick else 2,
     )
@@ -152,7 +152,7 @@ def _build_cells(quick: bool) -> Mapping[str, Cell]:
         shared=(1,) if quick else (1, 4),
         batch_size=64,
         steps=40 if quick else 100,
-        seeds=(0,) if quick else (0, 1, 2),
+        seeds=(0,) if quick else (0, 1),
         test_batches=1 if quick else None,
     )
     return build_cells(pretraining, (resnet, vit), replace(adapted, lora=LoraConfig()))

@@ -1,4 +1,4 @@
-"""Fine-tuning across horizons: the tiny variant end to end, what it starts from, and verdicts that follow the records."""
+"""Fine-tuning across horizons: the tiny variant end to end, its start, and verdicts that follow the records."""
 
 from dataclasses import replace
 from pathlib import Path

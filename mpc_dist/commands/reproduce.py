@@ -13,6 +13,7 @@ from mpc_dist.study.horizons import HORIZONS
 from mpc_dist.study.index import write_index
 from mpc_dist.study.runner import collect, run_cells
 from mpc_dist.study.selection import SELECTION
+from mpc_dist.study.finetune import FINETUNE
 from mpc_dist.validation import check_whole, look_up
 
 SUMMARY = "Reproduce the paper's results and the studies in docs/: every figure, table and verdict."
@@ -26,6 +27,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         theory_findings.EXPERIMENT,
         HORIZONS,
         SELECTION,
+        FINETUNE,
     )
 }
 

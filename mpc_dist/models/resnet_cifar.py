@@ -66,12 +66,17 @@ class ResNetCifar:
     """Channels of the first group; the second and third have twice and four times as many."""
     checkpoint: str | None = None
     """A trained ResNet in the layout of akamaster/pytorch_resnet_cifar10 to start from (a .th file)."""
+    weights: Literal["pretrained", "fresh_head"] = "pretrained"
+    """What is read of the checkpoint. pretrained: all; fresh_head: the blocks, while the head is drawn anew from the
+    seed, e.g. for other classes."""
 
     def __post_init__(self) -> None:
         check_whole("model.blocks_per_group", self.blocks_per_group, minimum=1)
         check_whole("model.channels", self.channels, minimum=2)
         if self.channels % 2:
             raise ValueError(f"model.channels {self.channels} must be even: shortcuts pad by half on each side")
+        if self.weights == "fresh_head" and self.checkpoint is None:
+            raise ValueError("model.weights 'fresh_head' are read from a model.checkpoint, but there is none; give one")
 
     @property
     def num_blocks(self) -> int:
@@ -104,7 +109,8 @@ class ResNetCifar:
     def build_head(self, boundary: int, task: Task) -> nn.Module:
         """Global average pooling and a linear classifier."""
         head = LinearHead(self.width_at(boundary, task), task.num_outputs).apply(_initialise)
-        return self._load_trained(head, f"readouts.{boundary}.") if boundary == self.num_blocks else head
+        is_trained = boundary == self.num_blocks and self.weights == "pretrained"
+        return self._load_trained(head, f"readouts.{boundary}.") if is_trained else head
 
     @cached_property
     def _trained(self) -> dict[str, Tensor] | None:
@@ -122,9 +128,14 @@ class ResNetCifar:
                 continue  # files of older torch lack this counter
             given = tuple(part[key].shape) if key in part else "missing"
             if given != tuple(own.shape):
+                remedy = (
+                    "use data of as many classes, or set model.weights to fresh_head for a new head"
+                    if prefix.startswith("readouts.")
+                    else "set model.channels to match"
+                )
                 raise ValueError(
                     f"checkpoint {self.checkpoint} does not fit: {prefix}{key} is {given} there, {tuple(own.shape)} in "
-                    "the model; set model.channels and the data's number of classes to match"
+                    f"the model; {remedy}"
                 )
         module.load_state_dict(part)
         return module

@@ -84,6 +84,10 @@ class TrainingCell:
 
     def run(self) -> Result:
         """Losses and accuracies over the steps; a run whose loss is no number any more ends there."""
+        return self.train()[1]
+
+    def train(self) -> tuple[Chain, Result]:
+        """As `run`, with the trained chain besides."""
         data = self.data.load()
         chain = build_chain(self.model, data.task, readout=self.readout.kind, seed=self.seed)
         layout = lay_out(self.windows.build(self.model.num_blocks), [self.model.num_blocks])
@@ -113,7 +117,7 @@ class TrainingCell:
                 epoch_losses = []
             if not watch.look(step):
                 break
-        return watch.as_result()
+        return chain, watch.as_result()
 
 
 class Watch:

@@ -1,5 +1,6 @@
 """The residual networks for small images, and the trained ResNet-56."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from mpc_dist.task import Task
 from tests.examples import IMAGES, TOKENS
 
 CIFAR10 = Task("classification", (3, 32, 32), 10)
+CIFAR100 = Task("classification", (3, 32, 32), 100)
 
 
 def test_groups_halve_the_image_and_double_the_channels():
@@ -50,8 +52,25 @@ def test_a_checkpoint_of_another_depth_or_width_is_refused_with_the_remedy(real_
         build_chain(ResNetCifar(blocks_per_group=10, checkpoint=path), CIFAR10)
     with pytest.raises(ValueError, match=r"blocks\.0\.0\.conv1\.weight is \(16, 3, 3, 3\) there, \(8, 3, 3, 3\) in"):
         build_chain(ResNetCifar(blocks_per_group=9, channels=8, checkpoint=path), CIFAR10)
-    with pytest.raises(ValueError, match=r"readouts\.27\.linear\.weight is \(10, 64\) there, \(100, 64\) in"):
-        build_chain(ResNetCifar(blocks_per_group=9, checkpoint=path), Task("classification", (3, 32, 32), 100))
+    with pytest.raises(ValueError, match=r"readouts\.27\.linear\.weight is \(10, 64\) there, \(100, 64\) .*fresh_head"):
+        build_chain(ResNetCifar(blocks_per_group=9, checkpoint=path), CIFAR100)
+
+
+def test_a_checkpoint_of_other_classes_gives_its_blocks_when_the_head_is_to_be_fresh(real_data: Path):
+    trained = ResNetCifar(blocks_per_group=9, checkpoint=str(real_data / "checkpoints" / "resnet56-4bfd9763.th"))
+    whole = build_chain(trained, CIFAR10, readout="pool")
+    tuned = build_chain(replace(trained, weights="fresh_head"), CIFAR100, readout="pool", seed=3)
+    drawn = build_chain(ResNetCifar(blocks_per_group=9), CIFAR100, readout="pool", seed=3)
+    blocks = tuned.blocks.state_dict()
+    for name, value in whole.blocks.state_dict().items():
+        assert torch.equal(blocks[name], value), name
+    for name, value in drawn.readouts["27"].state_dict().items():
+        assert torch.equal(tuned.readouts["27"].state_dict()[name], value), name
+
+
+def test_a_fresh_head_without_a_checkpoint_is_refused():
+    with pytest.raises(ValueError, match=r"model\.weights 'fresh_head' .* model\.checkpoint, but there is none; give"):
+        ResNetCifar(weights="fresh_head")
 
 
 def test_files_that_are_no_checkpoint_are_refused(tmp_path: Path):

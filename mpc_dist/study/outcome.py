@@ -125,10 +125,6 @@ class Outcome:
     times: dict[int, float]
     """To the target, by number of micro-batches; empty if it was not reached."""
 
-    def fits(self, num_microbatches: int, limit: float) -> bool:
-        """Whether it reaches the target with that many micro-batches, within the bytes."""
-        return num_microbatches in self.times and self.steps[num_microbatches].live_bytes <= limit
-
 
 def fixed_outcome(system: str, learnt: Learnt, steps: dict[int, Step], *, target: float, is_backprop: bool) -> Outcome:
     """The outcome of a system whose steps are all alike."""
@@ -172,29 +168,42 @@ def _spend(
 
 
 @dataclass(frozen=True)
+class Choice:
+    """A system that reaches the target, with a number of micro-batches."""
+
+    outcome: Outcome
+    num_microbatches: int
+
+    @property
+    def time(self) -> float:
+        """To the target."""
+        return self.outcome.times[self.num_microbatches]
+
+    @property
+    def live_bytes(self) -> float:
+        """Of the fullest rank."""
+        return self.outcome.steps[self.num_microbatches].live_bytes
+
+
+@dataclass(frozen=True)
 class Win:
-    """The fastest system to the target from some memory on."""
+    """The fastest choice from some memory on."""
 
     from_bytes: float
-    outcome: Outcome
-    rival: Outcome | None
+    choice: Choice
+    rival: Choice | None
     """The fastest back-propagation in the same memory; None if none fits."""
 
 
-def find_wins(outcomes: Sequence[Outcome], num_microbatches: int) -> list[Win]:
+def find_wins(outcomes: Sequence[Outcome], microbatches: Sequence[int]) -> list[Win]:
     """The winners as a rank's memory grows, smallest first; each holds from its bytes up to the next one's."""
-    reaching = [one for one in outcomes if num_microbatches in one.times]
-
-    def fastest(limit: float, *, backprop_only: bool) -> Outcome | None:
-        fitting = [one for one in reaching if one.fits(num_microbatches, limit)]
-        fitting = [one for one in fitting if one.is_backprop or not backprop_only]
-        return min(fitting, key=lambda one: one.times[num_microbatches]) if fitting else None
-
+    choices = [Choice(one, m) for one in outcomes for m in microbatches if m in one.times]
     wins: list[Win] = []
-    for limit in sorted({one.steps[num_microbatches].live_bytes for one in reaching}):
-        winner, rival = fastest(limit, backprop_only=False), fastest(limit, backprop_only=True)
-        assert winner is not None
-        if not wins or wins[-1].outcome != winner or wins[-1].rival != rival:
+    for limit in sorted({one.live_bytes for one in choices}):
+        fitting = [one for one in choices if one.live_bytes <= limit]
+        winner = min(fitting, key=lambda one: one.time)
+        rival = min((one for one in fitting if one.outcome.is_backprop), key=lambda one: one.time, default=None)
+        if not wins or (wins[-1].choice, wins[-1].rival) != (winner, rival):
             wins.append(Win(limit, winner, rival))
     return wins
 

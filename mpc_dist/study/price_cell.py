@@ -5,6 +5,7 @@ batch is fixed: more micro-batches are smaller ones. Every action then costs a f
 `CalibrationCell` finds by running schedules on real ranks (as `launch/bench.py schedule` does).
 """
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -141,8 +142,6 @@ class CalibrationCell:
         found = {name: row[name] for name in ("system", "windows", "split", "microbatches")}
         found["seconds"] = keep_digits(row["step_seconds"], 5)
         if row["system"] != OURS:
-            # What torch's schedules are held against: back-propagation with backwards in halves, simulated.
-            found["simulated_split"] = keep_digits(self._simulate("backprop", True, row["microbatches"])[0], 5)
             return found
         simulated, num_actions = self._simulate(row["windows"], row["split"], row["microbatches"])
         found |= {"simulated": keep_digits(simulated, 5), "num_actions": num_actions}
@@ -167,15 +166,20 @@ def calibrated_overhead(result: Result) -> float:
 
 
 def torch_ratio(result: Result, num_microbatches: int) -> float | None:
-    """Torch's fastest zero-bubble schedule, measured, against our split back-propagation, simulated.
+    """Torch's fastest zero-bubble schedule against our split back-propagation, both measured.
 
     Between the numbers of micro-batches that were run it is interpolated, in their logarithm; None if none was run.
     """
+    ours = {
+        row["microbatches"]: row["seconds"]
+        for row in result["rows"]
+        if row["system"] == OURS and row["windows"] == "backprop" and row["split"]
+    }
     fastest: dict[int, float] = {}
     for row in result["rows"]:
-        if row["system"] != OURS:
-            ratio = row["seconds"] / row["simulated_split"]
-            fastest[row["microbatches"]] = min(ratio, fastest.get(row["microbatches"], ratio))
+        m = row["microbatches"]
+        if row["system"] != OURS and m in ours:
+            fastest[m] = min(row["seconds"] / ours[m], fastest.get(m, math.inf))
     if not fastest:
         return None
     counts = sorted(fastest)

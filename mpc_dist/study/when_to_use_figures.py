@@ -109,9 +109,9 @@ def draw_wins(panels: Sequence[Panel]) -> Figure:
         limits = np.geomspace(min(sizes) / 1.15, max(sizes) * 1.3, NUM_LIMITS)
         grid = np.full((NUM_LIMITS, len(panel.microbatches)), np.nan)
         for column, m in enumerate(panel.microbatches):
-            for win in find_wins(panel.outcomes, m):
-                grid[limits >= win.from_bytes, column] = names.index(win.outcome.system)
-                seen.add(win.outcome.system)
+            for win in find_wins(panel.outcomes, [m]):
+                grid[limits >= win.from_bytes, column] = names.index(win.choice.outcome.system)
+                seen.add(win.choice.outcome.system)
         unit, scale = byte_unit(max(sizes))
         edges = np.arange(len(panel.microbatches) + 1) - 0.5
         rows = np.geomspace(limits[0], limits[-1], NUM_LIMITS + 1) / scale

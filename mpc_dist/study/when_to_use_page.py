@@ -6,6 +6,7 @@ from mpc_dist.report.angles import format_bytes
 from mpc_dist.study.cell import Record, Result
 from mpc_dist.study.experiment import Findings, Picture, Table, Verdict, VerdictWord
 from mpc_dist.study.outcome import TAIL, TARGET_AT, Outcome, Panel, Win, find_wins
+from mpc_dist.study.price_cell import torch_ratio
 from mpc_dist.study.when_to_use_figures import draw_quality, draw_times, draw_wins
 
 SPREADS = 2.0
@@ -22,7 +23,7 @@ def write_findings(panels: Sequence[Panel], calibration: Record, overhead: float
     return Findings(
         summary=_summarise(panels),
         tables=(
-            _rules(panels),
+            _rules_by_microbatches(panels),
             *(table for panel in panels for table in (_qualities(panel, shown), _step_times(panel), _times(panel))),
             _calibration(calibration, overhead),
         ),
@@ -46,7 +47,7 @@ def _choose_microbatches(panels: Sequence[Panel]) -> int:
 def _caption(panels: Sequence[Panel], what: str) -> str:
     sizes = "; ".join(
         f"{panel.problem}: {panel.cell['steps']} steps of {panel.cell['batch_size']} samples, "
-        f"{len(panel.cell['seeds'])} seeds"
+        f"seeds {', '.join(map(str, panel.cell['seeds']))}"
         for panel in panels
     )
     return f"{what}, on {panels[0].cell['num_stages']} stages ({sizes}; times simulated)"
@@ -70,6 +71,8 @@ def _summarise(panels: Sequence[Panel]) -> str:
     wins = [f"- **{panel.problem}**: {sentence}" for panel in panels for sentence in _gains(panel)]
     parts = ["## Where horizon training loses", "\n".join(loses or ["Nowhere, in these runs."])]
     parts += ["## Where it wins", "\n".join(wins or ["Nowhere, in these runs."])]
+    times = "Times are in forwards of a stage and batch; M is the number of micro-batches of that same batch."
+    parts += ["## When to use what", times, _rules(panels).as_markdown()]
     return "\n\n".join(parts)
 
 
@@ -84,9 +87,11 @@ def _losses(panel: Panel) -> Iterable[str]:
     missed = [one.system for one in panel.windows if one.steps_to_target is None]
     if missed:
         yield f"never down to the target loss of {panel.target:.3f}: {', '.join(missed)}."
-    lost = [m for m in panel.microbatches if (win := _unlimited(panel, m)) is not None and win.outcome.is_backprop]
+    lost = [
+        m for m in panel.microbatches if (win := _unlimited(panel, m)) is not None and win.choice.outcome.is_backprop
+    ]
     if lost:
-        rows = ", ".join(f"M = {m} ({win.outcome.system})" for m in lost if (win := _unlimited(panel, m)))
+        rows = ", ".join(f"M = {m} ({win.choice.outcome.system})" for m in lost if (win := _unlimited(panel, m)))
         yield f"with memory to spare, back-propagation is the first at the target with {rows}."
 
 
@@ -95,21 +100,21 @@ def _gains(panel: Panel) -> Iterable[str]:
     if good:
         listed = ", ".join(f"{one.system} {one.learnt.loss:.3f}" for one in _by_loss(good))
         backprop = f"back-propagation ({panel.backprop.learnt.loss:.3f})"
-        yield f"as good as {backprop} or better after the same steps: {listed}."
+        yield f"within the seeds' spread of {backprop}, or better, after the same steps: {listed}."
     won = []
     for m in panel.microbatches:
         win = _unlimited(panel, m)
-        if win is not None and not win.outcome.is_backprop and win.rival is not None:
-            ratio = win.rival.times[m] / win.outcome.times[m]
-            won.append(f"M = {m}: {win.outcome.system}, {ratio:.2f} x as fast as {win.rival.system}")
+        if win is not None and not win.choice.outcome.is_backprop and win.rival is not None:
+            ratio, rival = win.rival.time / win.choice.time, win.rival.outcome.system
+            won.append(f"M = {m}: {win.choice.outcome.system}, {ratio:.2f} x as fast as {rival}")
     if won:
         yield f"first at the target with memory to spare: {'; '.join(won)}."
     alone = []
     for m in panel.microbatches:
         needed = [one.steps[m].live_bytes for one in panel.outcomes if one.is_backprop and m in one.times]
-        wins = [win for win in find_wins(panel.outcomes, m) if win.rival is None]
+        wins = [win for win in find_wins(panel.outcomes, [m]) if win.rival is None]
         if wins and needed:
-            alone.append(f"M = {m}: {wins[0].outcome.system} from {format_bytes(wins[0].from_bytes)}")
+            alone.append(f"M = {m}: {wins[0].choice.outcome.system} from {format_bytes(wins[0].from_bytes)}")
             alone[-1] += f" (back-propagation from {format_bytes(min(needed))})"
     if alone:
         yield f"in memory in which no back-propagation fits: {'; '.join(alone)}."
@@ -120,7 +125,7 @@ def _by_loss(outcomes: Iterable[Outcome]) -> list[Outcome]:
 
 
 def _unlimited(panel: Panel, num_microbatches: int) -> Win | None:
-    wins = find_wins(panel.outcomes, num_microbatches)
+    wins = find_wins(panel.outcomes, [num_microbatches])
     return wins[-1] if wins else None
 
 
@@ -130,39 +135,47 @@ def _unlimited(panel: Panel, num_microbatches: int) -> Win | None:
 def _rules(panels: Sequence[Panel]) -> Table:
     rows = []
     for panel in panels:
-        for system in dict.fromkeys(win.outcome.system for m in panel.microbatches for win in _wins(panel, m)):
-            places = [text for m in panel.microbatches for text in _places(panel, system, m)]
-            rows.append(
-                (panel.problem, system, f"you want loss {panel.target:.3f} soonest, and " + "; or ".join(places))
-            )
+        for win, memory in _merge(find_wins(panel.outcomes, panel.microbatches)):
+            use = f"{win.choice.outcome.system} with M = {win.choice.num_microbatches}"
+            when = f"test loss {panel.target:.3f} is wanted soonest, and a rank can hold {memory} for backward"
+            rows.append((panel.problem, use, when, _gain(win)))
         backprop, best = panel.backprop, panel.best_window
         use = "back-propagation" if _is_worse(best, backprop) else f"back-propagation or {best.system}"
         if _is_worse(backprop, best):
             use = best.system
-        rows.append(
-            (
-                panel.problem,
-                use,
-                f"the lowest loss after {panel.cell['steps']} steps is wanted: back-propagation "
-                f"{backprop.learnt.loss:.3f}, {best.system} {best.learnt.loss:.3f}",
-            )
-        )
-    return Table("What to use", ("model", "use", "when"), tuple(rows))
+        lowest = f"the lowest test loss after {panel.cell['steps']} steps is wanted"
+        losses = f"{backprop.learnt.loss:.3f} by back-propagation, {best.learnt.loss:.3f} by {best.system}"
+        rows.append((panel.problem, use, lowest, losses))
+    return Table("What to use, if M is yours to choose", ("model", "use", "when", "because"), tuple(rows))
 
 
-def _wins(panel: Panel, num_microbatches: int) -> list[Win]:
-    """Without the places where only the rival changes."""
-    wins = find_wins(panel.outcomes, num_microbatches)
-    return [win for index, win in enumerate(wins) if not index or wins[index - 1].outcome != win.outcome]
+def _rules_by_microbatches(panels: Sequence[Panel]) -> Table:
+    rows = [
+        (panel.problem, str(m), memory, win.choice.outcome.system, _gain(win))
+        for panel in panels
+        for m in panel.microbatches
+        for win, memory in _merge(find_wins(panel.outcomes, [m]))
+    ]
+    columns = ("model", "M", "a rank can hold for backward", "use", "because")
+    return Table("What is at the target soonest, if M is given", columns, tuple(rows))
 
 
-def _places(panel: Panel, system: str, num_microbatches: int) -> Iterable[str]:
-    wins = _wins(panel, num_microbatches)
-    for index, win in enumerate(wins):
-        if win.outcome.system != system:
-            continue
-        until = f" up to {format_bytes(wins[index + 1].from_bytes)}" if index + 1 < len(wins) else ""
-        yield f"M = {num_microbatches} and a rank has {format_bytes(win.from_bytes)} or more{until}"
+def _merge(wins: Sequence[Win]) -> Iterable[tuple[Win, str]]:
+    """Winners with the memory in which they win; where only the rival changes, that in the least memory is kept."""
+    kept = [win for index, win in enumerate(wins) if not index or wins[index - 1].choice != win.choice]
+    for win, following in zip(kept, [*kept[1:], None], strict=True):
+        until = "or more" if following is None else f"up to {format_bytes(following.from_bytes)}"
+        yield win, f"{format_bytes(win.from_bytes)} {until}"
+
+
+def _gain(win: Win) -> str:
+    """How much sooner it is than back-propagation in the same memory."""
+    if win.choice.outcome.is_backprop:
+        return f"no window is sooner than its {win.choice.time:.0f}"
+    if win.rival is None:
+        return f"{win.choice.time:.0f}; no back-propagation fits"
+    rival = f"{win.rival.outcome.system} with M = {win.rival.num_microbatches}"
+    return f"{win.choice.time:.0f} against {win.rival.time:.0f} of {rival}"
 
 
 def _qualities(panel: Panel, shown: int) -> Table:
@@ -207,7 +220,6 @@ def _times(panel: Panel) -> Table:
 def _calibration(calibration: Record, overhead: float) -> Table:
     rows = []
     for row in calibration.result["rows"]:
-        simulated = row.get("simulated", row.get("simulated_split"))
         excess = f"{1e3 * row['overhead']:.2f}" if "overhead" in row else ""
         rows.append(
             (
@@ -215,7 +227,7 @@ def _calibration(calibration: Record, overhead: float) -> Table:
                 row["windows"] + (", split" if row["split"] else ""),
                 str(row["microbatches"]),
                 f"{1e3 * row['seconds']:.1f}",
-                f"{1e3 * simulated:.1f}",
+                f"{1e3 * row['simulated']:.1f}" if "simulated" in row else "",
                 excess,
             )
         )
@@ -247,8 +259,8 @@ def _judge(panels: Sequence[Panel], shown: int) -> Iterable[Verdict]:
     wins = [(panel, m, _unlimited(panel, m)) for panel in panels for m in panel.microbatches]
     yield Verdict(
         "Horizon training is at the target before every back-propagation schedule: no rank waits for the pipe's end",
-        _grade([win is not None and not win.outcome.is_backprop for _, _, win in wins]),
-        "; ".join(f"{p.problem}, M = {m}: {win.outcome.system}" for p, m, win in wins if win is not None),
+        _grade([win is not None and not win.choice.outcome.is_backprop for _, _, win in wins]),
+        "; ".join(f"{p.problem}, M = {m}: {win.choice.outcome.system}" for p, m, win in wins if win is not None),
     )
     held = [
         (panel, panel.find("h = 1").steps[shown], panel.find("1F1B, checkpointing").steps[shown]) for panel in panels
@@ -284,8 +296,9 @@ def _notes(panels: Sequence[Panel], calibration: Record, overhead: float) -> tup
             f"{panel.problem}: reading a loss costs {panel.readout_share:.2g} of an average stage's forward, "
             "and counts in every time."
         )
-    ratios = [row["seconds"] / row["simulated_split"] for row in calibration.result["rows"] if "simulated_split" in row]
-    torch = f"{min(ratios):.2f} to {max(ratios):.2f} times" if ratios else "not measured, so left out:"
+    counts = sorted({row["microbatches"] for row in calibration.result["rows"]})
+    ratios = {m: torch_ratio(calibration.result, m) for m in counts}
+    torch = ", ".join(f"{ratio:.2f} (M = {m})" for m, ratio in ratios.items() if ratio is not None) or "not measured"
     return (
         *notes,
         f"The target is the test loss that back-propagation has after {TARGET_AT:.0%} of its steps (seeds' mean, "
@@ -297,8 +310,9 @@ def _notes(panels: Sequence[Panel], calibration: Record, overhead: float) -> tup
         f"{1e3 * panels[0].price['stage_seconds']:g} ms, with {1e3 * panels[0].price['latency']:g} ms per message and "
         f"{1e3 * overhead:.2f} ms per action: the median by which steps on {calibration.cell['num_stages']} gloo ranks "
         "took longer than simulated (table Calibration). The optimizer's step is not counted.",
-        f"Torch's zero-bubble schedules took {torch} as long on those ranks as our split back-propagation is "
-        "simulated; their rows are our split schedule's times that (the faster one, at each M), with our bytes.",
+        "The rows of torch's zero-bubble schedules are our split schedule's times what the faster of "
+        f"InterleavedZeroBubble and ZBV took on those ranks against ours: {torch}, interpolated between; their "
+        "bytes are ours, not theirs.",
         "Windows count stages. `anchored 2` looks at least 2 stages ahead and reads every second stage; `adaptive` "
         "doubles tumbling windows from 1 stage on, pays a step of back-propagation for each decision, "
         "and its bytes are the most it came to.",

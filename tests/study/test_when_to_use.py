@@ -155,18 +155,27 @@ def test_the_winner_is_the_fastest_that_fits():
     slow = fixed_outcome("small", learnt, {1: Step(3.0, 10, 0)}, target=1.0, is_backprop=False)
     fast = fixed_outcome("large", learnt, {1: Step(1.0, 30, 0)}, target=1.0, is_backprop=True)
     never = fixed_outcome("never", curve(2.0, 1.5), {1: Step(0.1, 1, 0)}, target=1.0, is_backprop=False)
-    wins = find_wins([never, fast, slow], 1)
-    assert [(win.from_bytes, win.outcome.system) for win in wins] == [(10, "small"), (30, "large")]
+    wins = find_wins([never, fast, slow], [1])
+    assert [(win.from_bytes, win.choice.outcome.system) for win in wins] == [(10, "small"), (30, "large")]
     assert wins[0].rival is None
-    assert wins[1].rival == fast
+    assert wins[1].rival is not None
+    assert wins[1].rival.outcome == fast
+
+
+def test_where_micro_batches_are_free_the_best_number_wins():
+    one = fixed_outcome("a", curve(2.0, 1.0), {1: Step(1.0, 80, 0), 8: Step(3.0, 10, 0)}, target=1.0, is_backprop=True)
+    assert [(win.choice.num_microbatches, win.choice.time) for win in find_wins([one], [1, 8])] == [(8, 30), (1, 10)]
 
 
 def test_calibration_takes_the_median_and_torchs_fastest():
+    ours = {"system": OURS, "windows": "backprop", "split": True}
     rows = [
-        *({"system": OURS, "microbatches": 1, "overhead": value} for value in (-0.1, 0.2, 0.3)),
-        {"system": "torch-ZBV", "microbatches": 1, "seconds": 3.0, "simulated_split": 2.0},
-        {"system": "torch-InterleavedZeroBubble", "microbatches": 1, "seconds": 4.0, "simulated_split": 2.0},
-        {"system": "torch-ZBV", "microbatches": 4, "seconds": 2.0, "simulated_split": 2.0},
+        {**ours, "microbatches": 1, "overhead": -0.1, "seconds": 2.0},
+        {**ours, "microbatches": 4, "overhead": 0.2, "seconds": 2.0},
+        {**ours, "microbatches": 1, "overhead": 0.3, "seconds": 9.0, "split": False},
+        {"system": "torch-ZBV", "microbatches": 1, "seconds": 3.0},
+        {"system": "torch-InterleavedZeroBubble", "microbatches": 1, "seconds": 4.0},
+        {"system": "torch-ZBV", "microbatches": 4, "seconds": 2.0},
     ]
     assert calibrated_overhead({"rows": rows}) == 0.2
     assert calibrated_overhead({"rows": rows[:1]}) == 0.0
@@ -193,7 +202,7 @@ def test_a_tiny_variant_writes_its_page_beside_its_folder(records: dict[str, Rec
     page = write_page(experiment, findings, records, tmp_path / "when-to-use", quick=False)
     assert page == tmp_path / "when-to-use.md"
     text = page.read_text()
-    assert text.index("Where horizon training loses") < text.index("Where it wins") < text.index("**What to use**")
+    assert text.index("Where horizon training loses") < text.index("Where it wins") < text.index("## When to use what")
     for picture in findings.pictures:
         assert f"](when-to-use/{picture.name}.png)" in text
         assert (tmp_path / "when-to-use" / f"{picture.name}.png").stat().st_size > 10_000

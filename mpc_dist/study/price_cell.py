@@ -162,7 +162,7 @@ def count_actions(schedule: Schedule) -> int:
 
 def calibrated_overhead(result: Result) -> float:
     """The median overhead per action of our systems, in seconds; never below 0."""
-    return max(0.0, statistics.median(row["overhead"] for row in result["rows"] if "overhead" in row))
+    return max(0.0, float(statistics.median(row["overhead"] for row in result["rows"] if "overhead" in row)))
 
 
 def torch_ratio(result: Result, num_microbatches: int) -> float | None:

@@ -140,7 +140,7 @@ def list_problems(quick: bool) -> tuple[Problem, ...]:
     if not quick:
         return FULL_GPT, FULL_RESNET
     return (
-        replace(FULL_GPT, rates=(3e-3, 1e-2), steps=60, tuning_steps=15, seeds=(0,), num_evaluations=5, adapt_every=15),
+        replace(FULL_GPT, rates=(1e-3, 3e-3), steps=50, tuning_steps=10, seeds=(0,), num_evaluations=5, adapt_every=15),
         replace(
             FULL_RESNET,
             rates=(0.03, 0.1),

@@ -4,10 +4,13 @@ from collections.abc import Sequence
 
 import numpy as np
 from matplotlib import colormaps
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.colors import BoundaryNorm, ListedColormap
+from matplotlib.axis import Axis
+from matplotlib.colors import BoundaryNorm, ListedColormap, to_hex
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from mpc_dist.report.angles import byte_unit
 from mpc_dist.study.outcome import Panel, find_wins
@@ -18,11 +21,11 @@ NUM_LIMITS = 160
 """Rows of the map of winners."""
 
 
-def _colors(panels: Sequence[Panel]) -> dict[str, tuple[float, ...]]:
+def _colors(panels: Sequence[Panel]) -> dict[str, str]:
     """Black and greys for back-propagation, colours for windows; the same in all figures."""
     systems = {one.system: one.is_backprop for panel in panels for one in panel.outcomes}
     greys = iter(["black", "dimgrey", "darkgrey", "lightgrey"])
-    tints = iter(colormaps["tab10"].colors)  # type: ignore[attr-defined]
+    tints = iter(to_hex(tint) for tint in colormaps["tab10"].colors if len(set(tint)) > 1)  # type: ignore[attr-defined]
     return {name: next(greys) if is_backprop else next(tints) for name, is_backprop in systems.items()}
 
 
@@ -62,6 +65,7 @@ def draw_quality(panels: Sequence[Panel], num_microbatches: int) -> Figure:
                 )
         axes.axhline(panel.backprop.learnt.loss, color="black", lw=0.8, ls=":")
         axes.set_xscale("log")
+        _label_plainly(axes.xaxis)
         axes.set_xlabel(f"held for backward by the fullest rank, M = {num_microbatches} (KiB)")
         axes.set_ylabel("test loss at the end")
     _add_legend(figure, all_axes)
@@ -90,6 +94,7 @@ def draw_times(panels: Sequence[Panel]) -> Figure:
             axes.set_title(f"{panel.title}\nnever there: " + "\n".join(lines), fontsize=9)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
+        _label_plainly(axes.yaxis)
         axes.set_xticks(panel.microbatches, labels=[str(m) for m in panel.microbatches])
         axes.set_xlabel("micro-batches M of the same batch")
         axes.set_ylabel(f"time to test loss {panel.target:.3f}\n(forwards of a stage and batch)")
@@ -120,6 +125,7 @@ def draw_wins(panels: Sequence[Panel]) -> Figure:
         for edge in edges[1:-1]:
             axes.axvline(edge, color="white", lw=1.5)
         axes.set_yscale("log")
+        _label_plainly(axes.yaxis)
         axes.set_xticks(range(len(panel.microbatches)), labels=[str(m) for m in panel.microbatches])
         axes.set_xlabel("micro-batches M of the same batch")
         axes.set_ylabel(f"bytes that a rank can hold for backward ({unit})")
@@ -129,9 +135,16 @@ def draw_wins(panels: Sequence[Panel]) -> Figure:
     return figure
 
 
+def _label_plainly(axis: Axis) -> None:
+    """Plain numbers on a log axis, at 1, 2 and 5 of each power."""
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_locator(NullLocator())
+
+
 def _add_legend(figure: Figure, all_axes: Sequence[Axes]) -> None:
-    found = {}
+    found: dict[str, Artist] = {}
     for axes in all_axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            found.setdefault(label, handle)
-    figure.legend(list(found.values()), list(found), loc="outside lower center", ncols=5, fontsize=9)
+            found.setdefault(str(label), handle)
+    figure.legend(handles=list(found.values()), labels=list(found), loc="outside lower center", ncols=5, fontsize=9)

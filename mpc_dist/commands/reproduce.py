@@ -14,6 +14,7 @@ from mpc_dist.study.index import write_index
 from mpc_dist.study.runner import collect, run_cells
 from mpc_dist.study.selection import SELECTION
 from mpc_dist.study.finetune import FINETUNE
+from mpc_dist.study.when_to_use import WHEN_TO_USE
 from mpc_dist.validation import check_whole, look_up
 
 SUMMARY = "Reproduce the paper's results and the studies in docs/: every figure, table and verdict."
@@ -27,6 +28,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         theory_findings.EXPERIMENT,
         HORIZONS,
         SELECTION,
+        WHEN_TO_USE,
         FINETUNE,
     )
 }

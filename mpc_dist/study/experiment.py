@@ -81,20 +81,23 @@ class Experiment:
     """What the records of all cells, full or quick, say."""
     needs: tuple[str, ...] = ()
     """Files and folders that must be there, besides what is installed, e.g. data/cifar-10-batches-py."""
+    page_beside: bool = False
+    """Whether the page stands beside its folder, as NAME.md, instead of in it as README.md."""
 
 
 def write_page(experiment: Experiment, findings: Findings, records: Records, folder: Path, *, quick: bool) -> Path:
-    """Write README.md and the figures into the experiment's folder; the page's path."""
+    """Write the figures into the experiment's folder, and the page into or beside it; the page's path."""
     folder.mkdir(parents=True, exist_ok=True)
     for picture in findings.pictures:
         picture.figure.savefig(folder / f"{picture.name}.png", dpi=110)
-    page = folder / "README.md"
+    page = folder.with_name(f"{folder.name}.md") if experiment.page_beside else folder / "README.md"
     page.write_text(render_page(experiment, findings, records, quick=quick), encoding="utf-8")
     return page
 
 
 def render_page(experiment: Experiment, findings: Findings, records: Records, *, quick: bool) -> str:
     """The page's text."""
+    folder = f"{experiment.name}/" if experiment.page_beside else ""
     command = f"mpc-dist reproduce {experiment.name}" + (" --quick" if quick else "")
     hours = sum(record.seconds for record in records.values()) / 3600
     machines = {
@@ -105,13 +108,15 @@ def render_page(experiment: Experiment, findings: Findings, records: Records, *,
         f"# {experiment.title}",
         f"`{command}`: {len(records)} runs, {hours:.2f} processor hours, one thread each, on "
         f"{' and '.join(sorted(machines))}. Every number below is made from "
-        "[cells.jsonl](cells.jsonl), a line per run.",
+        f"[cells.jsonl]({folder}cells.jsonl), a line per run.",
         findings.summary,
     ]
     if findings.verdicts:
         rows = tuple((one.claim, f"**{one.verdict}**", one.evidence) for one in findings.verdicts)
         parts.append(Table("Claims", ("claim", "verdict", "evidence"), rows).as_markdown())
-    parts += [f"![{picture.caption}]({picture.name}.png)\n\n*{picture.caption}*" for picture in findings.pictures]
+    parts += [
+        f"![{picture.caption}]({folder}{picture.name}.png)\n\n*{picture.caption}*" for picture in findings.pictures
+    ]
     parts += [table.as_markdown() for table in findings.tables]
     if findings.notes:
         parts.append("\n".join(["## Sizes, seeds and differences", "", *(f"- {note}" for note in findings.notes)]))

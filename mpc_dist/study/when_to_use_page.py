@@ -1,0 +1,323 @@
+"""The words, tables and verdicts of the page on when to use horizon training, each sentence chosen by the numbers."""
+
+from collections.abc import Iterable, Sequence
+
+from mpc_dist.report.angles import format_bytes
+from mpc_dist.study.cell import Record, Result
+from mpc_dist.study.experiment import Findings, Picture, Table, Verdict, VerdictWord
+from mpc_dist.study.outcome import TAIL, TARGET_AT, Outcome, Panel, Win, find_wins
+from mpc_dist.study.price_cell import torch_ratio
+from mpc_dist.study.when_to_use_figures import draw_quality, draw_times, draw_wins
+
+SPREADS = 2.0
+"""Two losses differ if they are further apart than so many standard deviations over seeds, of the larger one."""
+LEAST_DIFFERENCE = 0.005
+"""... and by at least this share, which is all there is to go by with one seed."""
+ENOUGH = 8
+"""Micro-batches at which memory is compared: as many as stages, the least at which 1F1B keeps every rank busy."""
+
+
+def write_findings(panels: Sequence[Panel], calibration: Record, overhead: float) -> Findings:
+    """The page of these problems."""
+    shown = _choose_microbatches(panels)
+    return Findings(
+        summary=_summarise(panels),
+        tables=(
+            _rules_by_microbatches(panels),
+            *(table for panel in panels for table in (_qualities(panel, shown), _step_times(panel), _times(panel))),
+            _calibration(calibration, overhead),
+        ),
+        pictures=(
+            Picture(
+                "quality", draw_quality(panels, shown), _caption(panels, "Test loss at the end against bytes held")
+            ),
+            Picture("times", draw_times(panels), _caption(panels, "Time to the target loss against micro-batches")),
+            Picture("wins", draw_wins(panels), _caption(panels, "The fastest to the target, by memory of a rank")),
+        ),
+        verdicts=tuple(_judge(panels, shown)),
+        notes=_notes(panels, calibration, overhead),
+    )
+
+
+def _choose_microbatches(panels: Sequence[Panel]) -> int:
+    counts = panels[0].microbatches
+    return ENOUGH if ENOUGH in counts else counts[-1]
+
+
+def _caption(panels: Sequence[Panel], what: str) -> str:
+    sizes = "; ".join(
+        f"{panel.problem}: {panel.cell['steps']} steps of {panel.cell['batch_size']} samples, "
+        f"seeds {', '.join(map(str, panel.cell['seeds']))}"
+        for panel in panels
+    )
+    return f"{what}, on {panels[0].cell['num_stages']} stages ({sizes}; times simulated)"
+
+
+def differs(one: Outcome, other: Outcome) -> bool:
+    """Whether two qualities are further apart than their seeds are."""
+    least = max(SPREADS * max(one.learnt.spread, other.learnt.spread), LEAST_DIFFERENCE * abs(other.learnt.loss))
+    return abs(one.learnt.loss - other.learnt.loss) > least
+
+
+def _is_worse(one: Outcome, other: Outcome) -> bool:
+    return one.learnt.loss > other.learnt.loss and differs(one, other)
+
+
+# ---------------------------------------------------------------------------------------------------- the first lines
+
+
+def _summarise(panels: Sequence[Panel]) -> str:
+    loses = [f"- **{panel.problem}**: {sentence}" for panel in panels for sentence in _losses(panel)]
+    wins = [f"- **{panel.problem}**: {sentence}" for panel in panels for sentence in _gains(panel)]
+    parts = ["## Where horizon training loses", "\n".join(loses or ["Nowhere, in these runs."])]
+    parts += ["## Where it wins", "\n".join(wins or ["Nowhere, in these runs."])]
+    times = "Times are in forwards of a stage and batch; M is the number of micro-batches of that same batch."
+    parts += ["## When to use what", times, _rules(panels).as_markdown()]
+    return "\n\n".join(parts)
+
+
+def _losses(panel: Panel) -> Iterable[str]:
+    backprop, best = panel.backprop, panel.best_window
+    worse = [one for one in panel.windows if _is_worse(one, backprop)]
+    if worse:
+        listed = ", ".join(f"{one.system} {one.learnt.loss:.3f}" for one in _by_loss(worse))
+        yield f"after the same steps back-propagation's test loss is {backprop.learnt.loss:.3f}; worse are {listed}."
+    if len(worse) == len(panel.windows):
+        yield f"no window ends as well as back-propagation; the nearest is {best.system}."
+    missed = [one.system for one in panel.windows if one.steps_to_target is None]
+    if missed:
+        yield f"never down to the target loss of {panel.target:.3f}: {', '.join(missed)}."
+    lost = [
+        m for m in panel.microbatches if (win := _unlimited(panel, m)) is not None and win.choice.outcome.is_backprop
+    ]
+    if lost:
+        rows = ", ".join(f"M = {m} ({win.choice.outcome.system})" for m in lost if (win := _unlimited(panel, m)))
+        yield f"with memory to spare, back-propagation is the first at the target with {rows}."
+
+
+def _gains(panel: Panel) -> Iterable[str]:
+    good = [one for one in panel.windows if not _is_worse(one, panel.backprop)]
+    if good:
+        listed = ", ".join(f"{one.system} {one.learnt.loss:.3f}" for one in _by_loss(good))
+        backprop = f"back-propagation ({panel.backprop.learnt.loss:.3f})"
+        yield f"within the seeds' spread of {backprop}, or better, after the same steps: {listed}."
+    won = []
+    for m in panel.microbatches:
+        win = _unlimited(panel, m)
+        if win is not None and not win.choice.outcome.is_backprop and win.rival is not None:
+            ratio, rival = win.rival.time / win.choice.time, win.rival.outcome.system
+            won.append(f"M = {m}: {win.choice.outcome.system}, {ratio:.2f} x as fast as {rival}")
+    if won:
+        yield f"first at the target with memory to spare: {'; '.join(won)}."
+    alone = []
+    for m in panel.microbatches:
+        needed = [one.steps[m].live_bytes for one in panel.outcomes if one.is_backprop and m in one.times]
+        wins = [win for win in find_wins(panel.outcomes, [m]) if win.rival is None]
+        if wins and needed:
+            alone.append(f"M = {m}: {wins[0].choice.outcome.system} from {format_bytes(wins[0].from_bytes)}")
+            alone[-1] += f" (back-propagation from {format_bytes(min(needed))})"
+    if alone:
+        yield f"in memory in which no back-propagation fits: {'; '.join(alone)}."
+
+
+def _by_loss(outcomes: Iterable[Outcome]) -> list[Outcome]:
+    return sorted(outcomes, key=lambda one: one.learnt.loss)
+
+
+def _unlimited(panel: Panel, num_microbatches: int) -> Win | None:
+    wins = find_wins(panel.outcomes, [num_microbatches])
+    return wins[-1] if wins else None
+
+
+# -------------------------------------------------------------------------------------------------------- the tables
+
+
+def _rules(panels: Sequence[Panel]) -> Table:
+    rows = []
+    for panel in panels:
+        for win, memory in _merge(find_wins(panel.outcomes, panel.microbatches)):
+            use = f"{win.choice.outcome.system} with M = {win.choice.num_microbatches}"
+            when = f"test loss {panel.target:.3f} is wanted soonest, and a rank can hold {memory} for backward"
+            rows.append((panel.problem, use, when, _gain(win)))
+        backprop, best = panel.backprop, panel.best_window
+        use = "back-propagation" if _is_worse(best, backprop) else f"back-propagation or {best.system}"
+        if _is_worse(backprop, best):
+            use = best.system
+        lowest = f"the lowest test loss after {panel.cell['steps']} steps is wanted"
+        losses = f"{backprop.learnt.loss:.3f} by back-propagation, {best.learnt.loss:.3f} by {best.system}"
+        rows.append((panel.problem, use, lowest, losses))
+    return Table("What to use, if M is yours to choose", ("model", "use", "when", "because"), tuple(rows))
+
+
+def _rules_by_microbatches(panels: Sequence[Panel]) -> Table:
+    rows = [
+        (panel.problem, str(m), memory, win.choice.outcome.system, _gain(win))
+        for panel in panels
+        for m in panel.microbatches
+        for win, memory in _merge(find_wins(panel.outcomes, [m]))
+    ]
+    columns = ("model", "M", "a rank can hold for backward", "use", "because")
+    return Table("What is at the target soonest, if M is given", columns, tuple(rows))
+
+
+def _merge(wins: Sequence[Win]) -> Iterable[tuple[Win, str]]:
+    """Winners with the memory in which they win; where only the rival changes, that in the least memory is kept."""
+    kept = [win for index, win in enumerate(wins) if not index or wins[index - 1].choice != win.choice]
+    for win, following in zip(kept, [*kept[1:], None], strict=True):
+        until = "or more" if following is None else f"up to {format_bytes(following.from_bytes)}"
+        yield win, f"{format_bytes(win.from_bytes)} {until}"
+
+
+def _gain(win: Win) -> str:
+    """How much sooner it is than back-propagation in the same memory."""
+    if win.choice.outcome.is_backprop:
+        return f"no window is sooner than its {win.choice.time:.0f}"
+    if win.rival is None:
+        return f"{win.choice.time:.0f}; no back-propagation fits"
+    rival = f"{win.rival.outcome.system} with M = {win.rival.num_microbatches}"
+    return f"{win.choice.time:.0f} against {win.rival.time:.0f} of {rival}"
+
+
+def _qualities(panel: Panel, shown: int) -> Table:
+    rows = []
+    for one in panel.outcomes:
+        learnt, step = one.learnt, one.steps.get(shown)
+        rows.append(
+            (
+                one.system,
+                f"{learnt.rate:g}",
+                f"{learnt.loss:.3f} ± {learnt.spread:.3f}",
+                "" if learnt.accuracy is None else f"{learnt.accuracy:.1%}",
+                "never" if one.steps_to_target is None else f"{one.steps_to_target:.0f}",
+                "" if step is None else format_bytes(step.live_bytes),
+                "" if step is None else format_bytes(step.rank_bytes),
+            )
+        )
+    columns = ("system", "learning rate", "test loss", "accuracy", f"steps to {panel.target:.3f}")
+    bytes_at = (f"held for backward, M = {shown}", f"all of a rank, M = {shown}")
+    return Table(f"{panel.problem}: quality, and bytes of the fullest rank", (*columns, *bytes_at), tuple(rows))
+
+
+def _step_times(panel: Panel) -> Table:
+    rows = [
+        (one.system, *(f"{one.steps[m].time:.2f}" if m in one.steps else "" for m in panel.microbatches))
+        for one in panel.outcomes
+    ]
+    columns = ("system", *(f"M = {m}" for m in panel.microbatches))
+    return Table(f"{panel.problem}: time of a step, in forwards of a stage and batch", columns, tuple(rows))
+
+
+def _times(panel: Panel) -> Table:
+    rows = [
+        (one.system, *(f"{one.times[m]:.0f}" if m in one.times else "never" for m in panel.microbatches))
+        for one in panel.outcomes
+    ]
+    columns = ("system", *(f"M = {m}" for m in panel.microbatches))
+    title = f"{panel.problem}: time to test loss {panel.target:.3f}, in forwards of a stage and batch"
+    return Table(title, columns, tuple(rows))
+
+
+def _calibration(calibration: Record, overhead: float) -> Table:
+    rows = []
+    for row in calibration.result["rows"]:
+        excess = f"{1e3 * row['overhead']:.2f}" if "overhead" in row else ""
+        rows.append(
+            (
+                row["system"],
+                row["windows"] + (", split" if row["split"] else ""),
+                str(row["microbatches"]),
+                f"{1e3 * row['seconds']:.1f}",
+                f"{1e3 * row['simulated']:.1f}" if "simulated" in row else "",
+                excess,
+            )
+        )
+    columns = ("system", "windows", "M", "measured ms", "simulated ms", "ms over per action")
+    title = f"Calibration: {calibration.cell['num_stages']} ranks, emulated compute; median {1e3 * overhead:.2f} ms"
+    return Table(title, columns, tuple(rows))
+
+
+# ------------------------------------------------------------------------------------------------ verdicts and notes
+
+
+def _judge(panels: Sequence[Panel], shown: int) -> Iterable[Verdict]:
+    pairs = [(panel, panel.find("h = 1"), panel.find(name)) for panel in panels for name in ("h = 2", "h = 3")]
+    yield Verdict(
+        "Sliding windows with 1 < h < T learn better than h = 1: their gradient is closer (the paper's picture)",
+        _grade([_is_worse(local, wide) for _, local, wide in pairs]),
+        "; ".join(f"{p.problem}: {w.system} {w.learnt.loss:.3f}, h = 1 {one.learnt.loss:.3f}" for p, one, w in pairs),
+    )
+    yield Verdict(
+        "Some windows end as well as back-propagation after the same steps",
+        _grade([not _is_worse(panel.best_window, panel.backprop) for panel in panels]),
+        "; ".join(
+            f"{panel.problem}: {panel.best_window.system} {panel.best_window.learnt.loss:.3f} ± "
+            f"{panel.best_window.learnt.spread:.3f}, back-propagation {panel.backprop.learnt.loss:.3f} ± "
+            f"{panel.backprop.learnt.spread:.3f}"
+            for panel in panels
+        ),
+    )
+    wins = [(panel, m, _unlimited(panel, m)) for panel in panels for m in panel.microbatches]
+    yield Verdict(
+        "Horizon training is at the target before every back-propagation schedule: no rank waits for the pipe's end",
+        _grade([win is not None and not win.choice.outcome.is_backprop for _, _, win in wins]),
+        "; ".join(f"{p.problem}, M = {m}: {win.choice.outcome.system}" for p, m, win in wins if win is not None),
+    )
+    held = [
+        (panel, panel.find("h = 1").steps[shown], panel.find("1F1B, checkpointing").steps[shown]) for panel in panels
+    ]
+    yield Verdict(
+        f"h = 1 holds less for backward than 1F1B with checkpointing (M = {shown})",
+        _grade([local.live_bytes < rival.live_bytes for _, local, rival in held]),
+        "; ".join(
+            f"{p.problem}: {format_bytes(one.live_bytes)} and {format_bytes(two.live_bytes)}" for p, one, two in held
+        ),
+    )
+
+
+def _grade(found: Sequence[bool]) -> VerdictWord:
+    """All, some or none."""
+    if all(found):
+        return "confirmed"
+    return "confirmed with limits" if any(found) else "not confirmed"
+
+
+def _notes(panels: Sequence[Panel], calibration: Record, overhead: float) -> tuple[str, ...]:
+    notes = []
+    for panel in panels:
+        cell = panel.cell
+        rates = ", ".join(f"{rate:g}" for rate in cell["rates"])
+        notes.append(
+            f"{panel.problem}: model {_list(cell['model'])}; data {_list(cell['data'])}; "
+            f"{cell['optimizer']['name']}, batches of {cell['batch_size']}, {cell['steps']} steps, seeds "
+            f"{', '.join(map(str, cell['seeds']))}; learning rate of {rates}, the one with the lowest test loss "
+            f"after {cell['tuning_steps']} steps of another seed, constant from then on."
+        )
+        notes.append(
+            f"{panel.problem}: reading a loss costs {panel.readout_share:.2g} of an average stage's forward, "
+            "and counts in every time."
+        )
+    counts = sorted({row["microbatches"] for row in calibration.result["rows"]})
+    ratios = {m: torch_ratio(calibration.result, m) for m in counts}
+    torch = ", ".join(f"{ratio:.2f} (M = {m})" for m, ratio in ratios.items() if ratio is not None) or "not measured"
+    return (
+        *notes,
+        f"The target is the test loss that back-propagation has after {TARGET_AT:.0%} of its steps (seeds' mean, "
+        f"lowest so far); quality is the mean over the last {TAIL:.0%} of the evaluations. Losses differ from "
+        f"back-propagation's if they are {SPREADS:g} standard deviations over seeds and {LEAST_DIFFERENCE:.1%} apart.",
+        "The batch is fixed: with M micro-batches each is 1/M of it. All runs were trained with M = 1; the gradient "
+        "does not depend on M, but for batch norm, which normalises each micro-batch.",
+        "Step times are simulated from counted operations, an average stage's forward of the batch being "
+        f"{1e3 * panels[0].price['stage_seconds']:g} ms, with {1e3 * panels[0].price['latency']:g} ms per message and "
+        f"{1e3 * overhead:.2f} ms per action: the median by which steps on {calibration.cell['num_stages']} gloo ranks "
+        "took longer than simulated (table Calibration). The optimizer's step is not counted.",
+        "The rows of torch's zero-bubble schedules are our split schedule's times what the faster of "
+        f"InterleavedZeroBubble and ZBV took on those ranks against ours: {torch}, interpolated between; their "
+        "bytes are ours, not theirs.",
+        "Windows count stages. `anchored 2` looks at least 2 stages ahead and reads every second stage; `adaptive` "
+        "doubles tumbling windows from 1 stage on, pays a step of back-propagation for each decision, "
+        "and its bytes are the most it came to.",
+    )
+
+
+def _list(values: Result) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items() if value is not None and name != "source")

@@ -132,7 +132,8 @@ def shape_head(head: nn.Module, *, norm: bool | None, depth: int) -> nn.Module:
     linear = getattr(head, "linear", None)
     if linear is None or (norm is None and depth == 1):
         return head
-    width, layers = linear.in_features, []
+    width = linear.in_features
+    layers: list[nn.Module] = []
     if norm is not None:
         head.norm = nn.Identity()
         layers += [nn.LayerNorm(width)] if norm else []

@@ -8,13 +8,18 @@ from rich.console import Console
 
 from mpc_dist.study.cell import Store
 from mpc_dist.study.experiment import Experiment, Findings, write_page
+from mpc_dist.study.readouts import READOUTS
 from mpc_dist.study.runner import collect, run_cells
+from mpc_dist.study.windows import WINDOWS
 from mpc_dist.validation import check_whole, look_up
 
 SUMMARY = "Reproduce the paper's results and the studies in docs/: every figure, table and verdict."
 ALL = "all"
 
-EXPERIMENTS: dict[str, Experiment] = {}
+EXPERIMENTS: dict[str, Experiment] = {
+    "windows": WINDOWS,
+    "readouts": READOUTS,
+}
 
 
 def run(argv: Sequence[str]) -> None:

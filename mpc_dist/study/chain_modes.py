@@ -97,7 +97,7 @@ class ModesCell:
     num_blocks: int
 
     def run(self) -> Result:
-        """Jordan chain, least damping with like and unlike kernels, and how far the errors that are read drift in a simulation."""
+        """Eigenvalues with like kernels; least damping with unlike ones, and how far the errors drift then."""
         windows = self.windows.build(self.num_blocks)
         alike = build_dynamics(windows, [np.eye(1)] * self.num_blocks, boundaries=read_errors(windows))
         least, drift = [], []

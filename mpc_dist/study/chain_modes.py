@@ -7,7 +7,7 @@ e(s) = x(s) - y. Under gradient flow with targets (s', w) of block t and its tan
 
 An error along an eigenvector of A dies out at the rate of its eigenvalue's real part. With h = 1 and with tumbling
 windows A is block lower triangular, with sums of kernels on its diagonal: no eigenvalue has a negative real part,
-whatever the kernels are. Sliding windows with 1 < h < T couple neighbours both ways: eigenvalues at zero come in Jordan
+whatever the kernels are. Sliding windows with 1 < h < T - 1 couple neighbours both ways: eigenvalues at zero come in Jordan
 chains, along which errors grow like a power of time, and unlike kernels push some of them below zero.
 """
 
@@ -25,7 +25,6 @@ from mpc_dist.windows import Windows
 Matrix = NDArray[np.float64]
 NUM_OUTPUTS = 12
 """Outputs of a boundary over all samples, in the simulation with unlike kernels."""
-NUM_DRAWS = 5
 STEPS = 1000
 RATE = 0.01
 """Learning rate of a simulated step; kernels have a mean eigenvalue of 1."""
@@ -95,13 +94,15 @@ class ModesCell:
 
     windows: WindowChoice
     num_blocks: int
+    num_draws: int
+    """Of unlike kernels."""
 
     def run(self) -> Result:
         """Eigenvalues with like kernels; least damping with unlike ones, and how far the errors drift then."""
         windows = self.windows.build(self.num_blocks)
         alike = build_dynamics(windows, [np.eye(1)] * self.num_blocks, boundaries=read_errors(windows))
         least, drift = [], []
-        for draw in range(NUM_DRAWS):
+        for draw in range(self.num_draws):
             rng = np.random.default_rng(draw)
             kernels = draw_kernels(self.num_blocks, rng)
             read = build_dynamics(windows, kernels, boundaries=read_errors(windows))

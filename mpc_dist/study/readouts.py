@@ -21,8 +21,8 @@ from mpc_dist.study.window_settings import ADAMW, LOCAL, SGD, TEXT, TUMBLING2, S
 from mpc_dist.study.window_verdicts import Outcome, read_outcome
 from mpc_dist.training.sections import OptimizerConfig
 
-FULL = Scale(gpt_steps=200, mlp_steps=400, resnet_steps=160, seeds=(0, 1, 2), num_rates=3, num_evaluations=8)
-QUICK = Scale(gpt_steps=14, mlp_steps=30, resnet_steps=12, seeds=(0, 1), num_rates=1, num_evaluations=2)
+FULL = Scale(gpt_steps=200, mlp_steps=400, resnet_steps=160, seeds=(0, 1, 2), num_rates=3, num_evaluations=6)
+QUICK = Scale(gpt_steps=10, mlp_steps=20, resnet_steps=8, seeds=(0, 1), num_rates=1, num_evaluations=2)
 DEFAULT = "local"
 """What `ReadoutConfig()` is: the head that the model itself ends in."""
 SHAPES = {
@@ -95,7 +95,7 @@ def build_cells(scale: Scale) -> Mapping[str, Cell]:
     slow, fast = (1e-2, 3e-2, 1e-1), (1e-3, 3e-3, 1e-2)
     gpt = GPT(num_blocks=8, width=scale.gpt_width, num_heads=2)
     families: dict[str, tuple[BlockModel, DataSource, OptimizerConfig, tuple[float, ...], int, int]] = {
-        HAS_NORM: (gpt, TEXT, ADAMW, (1e-3, 3e-3, 8e-3), 8, scale.gpt_steps),
+        HAS_NORM: (gpt, scale.text, ADAMW, (1e-3, 3e-3, 8e-3), 8, scale.gpt_steps),
         "ResNet": (ResNetCifar(blocks_per_group=3, channels=4), DigitsData(), SGD, slow, 32, scale.resnet_steps),
         "residual MLP": (
             ResMLP(num_blocks=8, width=32),
@@ -255,7 +255,7 @@ def judge_default(choices: Mapping[str, Mapping[str, Choice]]) -> Verdict:
     return Verdict(
         "A linear local head as the model's own is the best default",
         word,
-        f"best is {first}: {best[first]:.3f} of the default's loss at equal operations, mean of {len(choices)} settings",
+        f"best is {first}: {best[first]:.3f} of the default's loss at equal operations, over {len(choices)} settings",
     )
 
 

@@ -23,6 +23,8 @@ from mpc_dist.windows import Windows, backprop, cumulative, expand, loco, slidin
 
 MOST_TESTED = 500
 """Samples of a test batch."""
+MOST_LOOKED_AT = 64
+"""Samples with which interior losses and states are watched."""
 NUM_PROBES = 2
 """Batches over which an angle is averaged."""
 
@@ -190,8 +192,8 @@ class Watch:
 
 
 def look_inside(chain: Chain, batch: Batch, boundaries: Sequence[int]) -> dict[str, list[float]]:
-    """Of one batch, the losses at these boundaries and the root mean square of the state at every boundary."""
-    inputs, labels = batch
+    """Of a batch's first samples, the losses at these boundaries, and the root mean square of every state."""
+    inputs, labels = (part[:MOST_LOOKED_AT] for part in batch)
     losses, sizes = [], []
     chain.eval()
     with torch.no_grad():

@@ -63,9 +63,9 @@ def draw_drift(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
         sizes = [statistics.fmean(max(run["interior"][str(s)]["sizes"]) for run in complete) for s in steps]
         colour = COLOURS.get(windows, OTHER)
         left.plot(steps, sizes, marker="o", ms=3, color=colour, ls=_dashes(windows), label=windows)
-        if not is_near:
-            last = str(steps[-1])
-            cosines = [run["cosines"][last] for run in complete if last in run["cosines"]]
+        last = str(steps[-1])
+        cosines = [run["cosines"][last] for run in complete if last in run.get("cosines", ())]
+        if cosines:
             mean = [statistics.fmean(values) for values in zip(*cosines, strict=True)]
             right.plot(range(1, len(mean) + 1), mean, marker="o", ms=3, color=colour, label=windows)
     left.set_yscale("log")

@@ -25,7 +25,9 @@ DECAY = "with decay"
 MAIN = "GPT, 8 blocks, adamw, local heads"
 DEEP = "GPT, 16 blocks, adamw, local heads"
 SGD, ADAMW = OptimizerConfig("sgd", momentum=0.9), OptimizerConfig("adamw")
-TEXT = TextData(path="data/tinyshakespeare.txt", unit="characters", context=32)
+TEXT = TextData(path="data/tinyshakespeare.txt", unit="characters", context=32, max_bytes=300_000, test_fraction=0.03)
+ANGLES_OF = (BACKPROP, LOCAL, SLIDING2, TUMBLING2)
+"""Trainings with these windows measure angles."""
 DECAYED = OptimizerConfig("adamw", weight_decay=1.0)
 
 
@@ -41,10 +43,13 @@ class Scale:
     """Of three: all, or the middle one alone."""
     num_evaluations: int
     gpt_width: int = 32
+    num_draws: int = 5
+    """Of kernels, in the linear model."""
+    text: TextData = TEXT
 
 
 FULL = Scale(gpt_steps=240, mlp_steps=400, resnet_steps=160, seeds=(0, 1, 2), num_rates=3, num_evaluations=4)
-QUICK = Scale(gpt_steps=14, mlp_steps=30, resnet_steps=12, seeds=(0, 1), num_rates=1, num_evaluations=2)
+QUICK = Scale(gpt_steps=10, mlp_steps=20, resnet_steps=8, seeds=(0, 1), num_rates=1, num_evaluations=2, num_draws=2)
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,7 @@ def build_settings(scale: Scale) -> list[Setting]:
 
     def text(model: GPT, optimizer: OptimizerConfig, readout: ReadoutConfig, *windows: WindowChoice) -> Setting:
         rates = (0.05, 0.2, 0.8) if optimizer.name == "sgd" else (1e-3, 3e-3, 8e-3)
-        return Setting(model, TEXT, optimizer, readout, rates, 8, scale.gpt_steps, windows)
+        return Setting(model, scale.text, optimizer, readout, rates, 8, scale.gpt_steps, windows)
 
     deep = replace(gpt, num_blocks=16)
     settings = [
@@ -120,7 +125,7 @@ def build_cells(scale: Scale) -> Mapping[str, Cell]:
                 readout=setting.readout,
                 num_evaluations=scale.num_evaluations,
                 test_batches=1,
-                angles_at=(0, setting.steps) if setting.name == MAIN else (),
+                angles_at=(0, setting.steps) if setting.name == MAIN and windows in ANGLES_OF else (),
                 watches_interior=True,
             )
             rates = setting.rates if scale.num_rates == 3 else setting.rates[1:2]
@@ -129,5 +134,5 @@ def build_cells(scale: Scale) -> Mapping[str, Cell]:
         more = [WindowChoice("sliding", size) for size in (3, 6)] + [WindowChoice("cumulative", 4)]
         more.append(WindowChoice("sliding", 2, unit=4))
         for windows in (*COMMON, *NEAR, COARSE, *more):
-            cells[f"modes of {depth}: {windows}"] = ModesCell(windows, depth)
+            cells[f"modes of {depth}: {windows}"] = ModesCell(windows, depth, scale.num_draws)
     return cells

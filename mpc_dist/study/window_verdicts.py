@@ -129,13 +129,13 @@ def judge_cause(modes: Mapping[str, Mapping[str, Record]]) -> Verdict:
         for windows, record in of.items():
             kind = record.cell["windows"]
             units = int(depth) / kind["unit"]
-            is_two_way = kind["kind"] == "sliding" and 1 < kind["size"] < units
+            is_two_way = kind["kind"] == "sliding" and 1 < kind["size"] < units - 1
             right += (record.result["chain"] > 0) == is_two_way
             total += 1
             if is_two_way:
                 shown.append(f"{windows} of {depth}: chain of {record.result['chain']}")
     return Verdict(
-        "A linear model of the chain has undamped modes for sliding windows with 1 < h < T and for no others",
+        "A linear model of the chain has undamped modes for sliding windows with 1 < h < T - 1 and for no others",
         _word(right, total),
         f"right for {right} of {total} window maps, in exact arithmetic; {', '.join(shown)}",
     )

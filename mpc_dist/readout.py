@@ -12,11 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mpc_dist.task import TaskKind
+from mpc_dist.validation import check_whole
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """(prediction, labels) -> scalar, averaged over the batch."""
 
 ReadoutKind = Literal["identity", "pool", "project", "local", "shared"]
+MOST_LAYERS = 4
+"""Of a local head: it should stay small beside a block."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,25 @@ class ReadoutConfig:
     kind: ReadoutKind = "local"
     """identity: the state is the prediction; pool: average it down to the label's dimension; project: a fixed random
     linear map to it; local: a trained head per boundary; shared: the final head, held constant."""
+    norm: bool | None = None
+    """local: whether a layer norm comes before the head; null: as in the model's own head."""
+    depth: int = 1
+    """local: layers of a head. 1 is a linear map; each more is a hidden layer before it, as wide as the state."""
+
+    def __post_init__(self) -> None:
+        check_whole("readout.depth", self.depth, minimum=1, maximum=MOST_LAYERS)
+        if self.kind != "local" and (self.norm is not None or self.depth != 1):
+            raise ValueError(
+                f"readout.norm and readout.depth shape trained heads, but readout.kind is {self.kind}; use local, or "
+                "leave them out"
+            )
+
+    def identify(self) -> dict[str, object]:
+        """What decides a readout's weights; fields at their default are left out, as before they were there."""
+        given = {name: getattr(self, name) for name in ("norm", "depth")}
+        return {"kind": self.kind} | {
+            name: value for name, value in given.items() if value != getattr(type(self), name)
+        }
 
 
 def features(state: Tensor) -> Tensor:
@@ -100,6 +122,25 @@ class Shared(nn.Module):
         constant = {name: tensor.detach() for name, tensor in (*head.named_parameters(), *head.named_buffers())}
         prediction: Tensor = torch.func.functional_call(head, constant, (state,))
         return prediction
+
+
+def shape_head(head: nn.Module, *, norm: bool | None, depth: int) -> nn.Module:
+    """A model's head with or without its norm and with hidden layers; one that has no linear map stays as it is.
+
+    Heads have a `norm` and a `linear`; a norm acts on each position, so it may as well come after the pooling.
+    """
+    linear = getattr(head, "linear", None)
+    if linear is None or (norm is None and depth == 1):
+        return head
+    width = linear.in_features
+    layers: list[nn.Module] = []
+    if norm is not None:
+        head.norm = nn.Identity()
+        layers += [nn.LayerNorm(width)] if norm else []
+    for _ in range(depth - 1):
+        layers += [nn.Linear(width, width), nn.GELU()]
+    head.linear = nn.Sequential(*layers, linear)
+    return head
 
 
 class LinearHead(nn.Module):

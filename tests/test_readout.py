@@ -3,12 +3,22 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from mpc_dist.gradient import mpc_gradients
-from mpc_dist.models import ResLinear, ResNetCifar, build_chain
-from mpc_dist.readout import LinearHead, Shared, cross_entropy, features, mean_squared_error, pool, project
+from mpc_dist.models import ResLinear, ResNetCifar, build_chain, build_parts
+from mpc_dist.readout import (
+    LinearHead,
+    ReadoutConfig,
+    Shared,
+    cross_entropy,
+    features,
+    mean_squared_error,
+    pool,
+    project,
+)
 from mpc_dist.windows import backprop, sliding
-from tests.examples import IMAGES, TOKENS, VECTORS, assert_same, build_example
+from tests.examples import IMAGES, MODELS, TOKENS, VECTORS, assert_same, build_example
 
 
 def test_pool_averages_neighbouring_features_down_to_the_label():
@@ -104,3 +114,49 @@ def test_tokens_and_vectors_have_their_losses():
     assert build_chain(ResLinear(num_blocks=2, width=6), VECTORS).loss is mean_squared_error
     assert build_example("gpt")[0].loss is cross_entropy
     assert TOKENS.kind == "tokens"
+
+
+@pytest.mark.parametrize("name", ["gpt", "resnet_cifar", "res_mlp"])
+def test_a_local_heads_norm_and_depth_are_as_configured_and_the_last_head_is_the_models_own(name):
+    model, task = MODELS[name]
+    plain, inputs, _ = build_example(name)
+    shaped = build_chain(model, task, readout=ReadoutConfig("local", norm=True, depth=3))
+    bare = build_chain(model, task, readout=ReadoutConfig("local", norm=False))
+    kinds = [type(module) for module in shaped.readouts["1"].linear]
+    assert kinds == [nn.LayerNorm, nn.Linear, nn.GELU, nn.Linear, nn.GELU, nn.Linear]
+    assert not any(isinstance(module, nn.LayerNorm) for module in bare.readouts["1"].modules())
+    state = shaped.blocks[0](inputs)
+    assert shaped.predict(1, state).shape == plain.predict(1, state).shape
+    last = str(model.num_blocks)
+    assert str(shaped.readouts[last]) == str(plain.readouts[last])
+    assert_same(dict(shaped.readouts[last].named_parameters()), dict(plain.readouts[last].named_parameters()))
+
+
+def test_a_norm_moved_behind_the_pooling_predicts_as_before():
+    model, task = MODELS["gpt"]
+    own, _, _ = build_example("gpt")
+    shaped = build_chain(model, task, readout=ReadoutConfig("local", norm=True))
+    state = torch.randn(2, 7, 8)
+    torch.testing.assert_close(shaped.predict(2, state), own.predict(2, state))
+
+
+def test_a_part_built_alone_has_the_head_of_the_whole():
+    model, task = MODELS["gpt"]
+    config = ReadoutConfig("local", norm=True, depth=2)
+    alone = build_parts(model, task, readout=config, seed=4).readout(3)
+    whole = build_chain(model, task, readout=config, seed=4).readouts["3"]
+    assert_same(dict(alone.named_parameters()), dict(whole.named_parameters()))
+
+
+def test_the_shape_of_a_head_is_refused_for_other_kinds_and_out_of_range():
+    with pytest.raises(ValueError, match=r"readout\.kind is shared; use local"):
+        ReadoutConfig("shared", norm=True)
+    with pytest.raises(ValueError, match=r"readout\.kind is pool; use local"):
+        ReadoutConfig("pool", depth=2)
+    with pytest.raises(ValueError, match=r"readout\.depth 0 is out of range; use 1\.\.4"):
+        ReadoutConfig(depth=0)
+
+
+def test_a_readout_at_its_defaults_is_identified_as_before_heads_had_a_shape():
+    assert ReadoutConfig().identify() == {"kind": "local"}
+    assert ReadoutConfig(norm=False, depth=2).identify() == {"kind": "local", "norm": False, "depth": 2}

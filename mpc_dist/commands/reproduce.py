@@ -9,12 +9,14 @@ from rich.console import Console
 from mpc_dist.study import angle, memory, theory_findings
 from mpc_dist.study.cell import Store
 from mpc_dist.study.experiment import Experiment, Findings, write_page
+from mpc_dist.study.finetune import FINETUNE
 from mpc_dist.study.horizons import HORIZONS
 from mpc_dist.study.index import write_index
+from mpc_dist.study.readouts import READOUTS
 from mpc_dist.study.runner import collect, run_cells
 from mpc_dist.study.selection import SELECTION
-from mpc_dist.study.finetune import FINETUNE
 from mpc_dist.study.when_to_use import WHEN_TO_USE
+from mpc_dist.study.windows import WINDOWS
 from mpc_dist.validation import check_whole, look_up
 
 SUMMARY = "Reproduce the paper's results and the studies in docs/: every figure, table and verdict."
@@ -28,6 +30,8 @@ EXPERIMENTS: dict[str, Experiment] = {
         theory_findings.EXPERIMENT,
         HORIZONS,
         SELECTION,
+        READOUTS,
+        WINDOWS,
         WHEN_TO_USE,
         FINETUNE,
     )

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from mpc_dist.models.chain import Chain
-from mpc_dist.readout import LOSSES, Identity, ReadoutKind, Shared, pool, project
+from mpc_dist.readout import LOSSES, Identity, ReadoutConfig, ReadoutKind, Shared, pool, project, shape_head
 from mpc_dist.task import Task
 
 
@@ -46,7 +46,7 @@ class Parts:
 
     model: BlockModel
     task: Task
-    readout_kind: ReadoutKind
+    readouts: ReadoutConfig
     seed: int
 
     def block(self, index: int) -> nn.Module:
@@ -60,22 +60,24 @@ class Parts:
 
     def readout(self, boundary: int) -> nn.Module:
         """The readout at a boundary."""
-        needs_head = self.readout_kind == "shared" or boundary == self.model.num_blocks
+        needs_head = self.readouts.kind == "shared" or boundary == self.model.num_blocks
         head = self.head() if needs_head else None
-        return build_readout(self.model, self.task, self.readout_kind, boundary, head=head, seed=self.seed)
+        return build_readout(self.model, self.task, self.readouts, boundary, head=head, seed=self.seed)
 
 
-def build_parts(model: BlockModel, task: Task, *, readout: ReadoutKind = "local", seed: int = 0) -> Parts:
+def build_parts(
+    model: BlockModel, task: Task, *, readout: ReadoutConfig | ReadoutKind = "local", seed: int = 0
+) -> Parts:
     """What builds a model's parts one by one, for a rank that owns only some of them."""
     model.check_task(task)
-    return Parts(model, task, readout, seed)
+    return Parts(model, task, readout if isinstance(readout, ReadoutConfig) else ReadoutConfig(readout), seed)
 
 
 def build_chain(
     model: BlockModel,
     task: Task,
     *,
-    readout: ReadoutKind = "local",
+    readout: ReadoutConfig | ReadoutKind = "local",
     boundaries: Iterable[int] | None = None,
     seed: int = 0,
 ) -> Chain:
@@ -85,20 +87,21 @@ def build_chain(
     wanted = sorted({*(range(1, last + 1) if boundaries is None else boundaries), last})
     blocks = [parts.block(t) for t in range(last)]
     head = parts.head()
-    readouts = {s: build_readout(model, task, readout, s, head=head, seed=seed) for s in wanted}
+    readouts = {s: build_readout(model, task, parts.readouts, s, head=head, seed=seed) for s in wanted}
     return Chain(blocks, LOSSES[task.kind], readouts)
 
 
 def build_readout(
-    model: BlockModel, task: Task, kind: ReadoutKind, boundary: int, *, head: nn.Module | None, seed: int
+    model: BlockModel, task: Task, config: ReadoutConfig, boundary: int, *, head: nn.Module | None, seed: int
 ) -> nn.Module:
-    """The readout of that kind at a boundary; the last boundary's is the model's own `head`, whatever the kind.
+    """The configured readout at a boundary; the last boundary's is the model's own `head`, whatever is configured.
 
     The head may be left out where it is not needed: it can be large.
     """
     if boundary == model.num_blocks:
         assert head is not None
         return head
+    kind = config.kind
     width, last_width = model.width_at(boundary, task), model.width_at(model.num_blocks, task)
     if kind == "identity" and width != task.num_outputs:
         raise ValueError(
@@ -110,11 +113,15 @@ def build_readout(
             f"a shared readout at boundary {boundary} has {width} features, but the final head reads {last_width}; "
             "use local or pool, or anchors only where the widths agree"
         )
+
+    def build_local() -> nn.Module:
+        return shape_head(model.build_head(boundary, task), norm=config.norm, depth=config.depth)
+
     readouts: dict[ReadoutKind, Callable[[], nn.Module]] = {
         "identity": Identity,
         "pool": lambda: pool(width, task.num_outputs),
         "project": lambda: project(width, task.num_outputs, seed=_part_seed(seed, f"project {boundary}")),
-        "local": lambda: _seeded(partial(model.build_head, boundary, task), seed, f"head {boundary}"),
+        "local": lambda: _seeded(build_local, seed, f"head {boundary}"),
         "shared": lambda: Shared(_given(head)),
     }
     return readouts[kind]()

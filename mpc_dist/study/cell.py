@@ -35,8 +35,22 @@ def describe(cell: Cell) -> dict[str, Any]:
 
 
 def key_of(cell: Cell) -> str:
-    """Short and unique to the cell's content."""
-    return hashlib.sha256(json.dumps(describe(cell), sort_keys=True).encode()).hexdigest()[:16]
+    """Short and unique to the cell's content; a new field leaves it as it is while it has its default."""
+    return hashlib.sha256(json.dumps(_given(cell), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _given(value: Any) -> Any:
+    """The value with its dataclasses as their type and the fields that differ from their defaults."""
+    if dataclasses.is_dataclass(value):
+        fields = {entry.name: getattr(value, entry.name) for entry in dataclasses.fields(value)}
+        default = {entry.name: _default_of(entry) for entry in dataclasses.fields(value)}
+        given = {name: _given(own) for name, own in fields.items() if own != default[name]}
+        return {"kind": type(value).__name__, **given}
+    return [_given(item) for item in value] if isinstance(value, (tuple, list)) else value
+
+
+def _default_of(entry: "dataclasses.Field[Any]") -> Any:
+    return entry.default_factory() if entry.default_factory is not dataclasses.MISSING else entry.default
 
 
 @dataclass(frozen=True)
@@ -44,6 +58,7 @@ class Record:
     """What one cell gave."""
 
     name: str
+    key: str
     cell: dict[str, Any]
     result: Result
     seconds: float
@@ -71,13 +86,14 @@ class Store:
 
     def add(self, name: str, cell: Cell, result: Result, *, seconds: float) -> None:
         """Keep what a cell gave; on disk when this returns."""
-        record = Record(name, describe(cell), json.loads(json.dumps(result)), round(seconds, 3), describe_machine())
+        plain = json.loads(json.dumps(result))
+        record = Record(name, key_of(cell), describe(cell), plain, round(seconds, 3), describe_machine())
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a", encoding="utf-8") as file:
             file.write(record.line + "\n")
             file.flush()
             os.fsync(file.fileno())
-        self._records[key_of(cell)] = record
+        self._records[record.key] = record
 
     def keep_only(self, cells: Mapping[str, Cell]) -> None:
         """Write the store anew with these cells alone, in this order: what was run for an earlier design goes."""
@@ -98,8 +114,7 @@ class Store:
                 record = Record(**json.loads(line))
             except (TypeError, ValueError) as error:
                 raise ValueError(f"{self._path}, line {number}: no result of an experiment; remove it") from error
-            digest = hashlib.sha256(json.dumps(record.cell, sort_keys=True).encode()).hexdigest()[:16]
-            self._records[digest] = record
+            self._records[record.key] = record
 
 
 def describe_machine() -> dict[str, Any]:

@@ -22,8 +22,8 @@ from mpc_dist.profile.blocks import measure_blocks
 from mpc_dist.schedule import Costs, Layout, Schedule, build_schedule, lay_out, simulate, split_evenly
 from mpc_dist.schedule.action import COMPUTE
 from mpc_dist.study.cell import Result
-from mpc_dist.study.training_cell import keep_digits
 from mpc_dist.study.stage_cells import StagedWindows
+from mpc_dist.study.training_cell import keep_digits
 from mpc_dist.training.optimizer import build_optimizer
 from mpc_dist.training.sections import OptimizerConfig
 

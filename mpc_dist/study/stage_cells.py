@@ -52,7 +52,7 @@ class AdaptiveCell(TrainingCell):
         rule = GrowingHorizon(self.num_stages)
         pipeline = self._build(chain, rule.size, optimizer)
         batches = Batches(data.train, batch_size=self.batch_size, seed=self.seed)
-        watch = Watch(self, chain, data)
+        watch = Watch(self, chain, data, self._windows(rule.size))
         watch.look(0)
         sizes: list[list[object]] = [[0, rule.size, "start"]]
         recent: list[Tensor] = []

@@ -23,6 +23,8 @@ from mpc_dist.windows import Windows, backprop, cumulative, expand, loco, slidin
 
 MOST_TESTED = 500
 """Samples of a test batch."""
+MOST_LOOKED_AT = 64
+"""Samples with which interior losses and states are watched."""
 NUM_PROBES = 2
 """Batches over which an angle is averaged."""
 
@@ -31,13 +33,16 @@ NUM_PROBES = 2
 class WindowChoice:
     """Which windows, for a model of any depth."""
 
-    kind: Literal["sliding", "anchored", "cumulative", "tumbling", "loco", "backprop"]
+    kind: Literal["sliding", "anchored", "near", "cumulative", "tumbling", "loco", "backprop"]
+    """near: sliding, and each unit aims at its own output too, by `near_weight`."""
     size: int = 0
     """Horizon or group size in units; 0 for those that have none."""
     unit: int = 1
     """Blocks per unit: losses are read at the ends of units only."""
     stride: int = 1
     """anchored: units between losses."""
+    near_weight: float = 0.0
+    """near: weight of the loss at a unit's own output; the one further ahead has 1."""
 
     def build(self, num_blocks: int) -> Windows:
         """Over the blocks; the last unit may be shorter."""
@@ -48,6 +53,7 @@ class WindowChoice:
         builders = {
             "sliding": lambda: sliding(count, self.size),
             "anchored": lambda: sliding(count, self.size, sorted({*range(self.stride, count + 1, self.stride), count})),
+            "near": lambda: add_near(sliding(count, self.size), self.near_weight),
             "cumulative": lambda: cumulative(count, self.size),
             "tumbling": lambda: tumbling(count, self.size),
             "loco": lambda: loco(count),
@@ -59,7 +65,19 @@ class WindowChoice:
         words = [self.kind, *([str(self.size)] if self.size else [])]
         if self.kind == "anchored":
             words.append(f"every {self.stride}")
+        if self.kind == "near":
+            words = ["sliding", str(self.size), f"+ {self.near_weight:g} near"]
         return " ".join(words) + (f" (units of {self.unit})" if self.unit > 1 else "")
+
+
+def add_near(windows: Windows, weight: float) -> Windows:
+    """The windows with each block's own output among its targets, by this weight."""
+    grown = []
+    for block, aims in enumerate(windows.targets):
+        weights = dict(aims)
+        weights[block + 1] = weights.get(block + 1, 0.0) + weight
+        grown.append(tuple(sorted(weights.items())))
+    return Windows(tuple(grown))
 
 
 @dataclass(frozen=True)
@@ -81,6 +99,8 @@ class TrainingCell:
     """Test batches per evaluation; None: the whole test set."""
     angles_at: tuple[int, ...] = ()
     """Steps after which cos(theta_h) of every sliding horizon is measured, on two batches of the training data."""
+    watches_interior: bool = False
+    """Whether each evaluation keeps the loss at every readout that is aimed at, and the size of every state."""
 
     def run(self) -> Result:
         """Losses and accuracies over the steps; a run whose loss is no number any more ends there."""
@@ -89,8 +109,9 @@ class TrainingCell:
     def train(self) -> tuple[Chain, Result]:
         """As `run`, with the trained chain besides."""
         data = self.data.load()
-        chain = build_chain(self.model, data.task, readout=self.readout.kind, seed=self.seed)
-        layout = lay_out(self.windows.build(self.model.num_blocks), [self.model.num_blocks])
+        chain = build_chain(self.model, data.task, readout=self.readout, seed=self.seed)
+        windows = self.windows.build(self.model.num_blocks)
+        layout = lay_out(windows, [self.model.num_blocks])
         pipeline = InProcessPipeline(
             chain,
             layout,
@@ -101,7 +122,7 @@ class TrainingCell:
         (stage,) = pipeline.stages
         rate = LearningRate(self.optimizer, stage.optimizer)
         batches = Batches(data.train, batch_size=self.batch_size, seed=self.seed)
-        watch = Watch(self, chain, data)
+        watch = Watch(self, chain, data, windows)
         watch.look(0)
         epoch_losses: list[torch.Tensor] = []
         for step in range(1, self.steps + 1):
@@ -123,9 +144,10 @@ class TrainingCell:
 class Watch:
     """Evaluates a chain on the way, as a cell asks."""
 
-    def __init__(self, cell: TrainingCell, chain: Chain, data: Dataset) -> None:
+    def __init__(self, cell: TrainingCell, chain: Chain, data: Dataset, windows: Windows) -> None:
         self._cell = cell
         self._chain = chain
+        self._read_at = windows.readouts
         self._recent: list[Tensor] = []
         size = min(MOST_TESTED, data.test.num_samples)
         tests = Batches(data.test, batch_size=size, seed=0, shuffle=False)
@@ -138,6 +160,7 @@ class Watch:
         self._accuracy: list[float] = []
         self._cosines: dict[int, list[float]] = {}
         self._angle_gaps: dict[int, list[float]] = {}
+        self._interior: dict[int, dict[str, list[float]]] = {}
         self._due = {round(cell.steps * i / cell.num_evaluations) for i in range(cell.num_evaluations + 1)}
 
     def add(self, loss: Tensor) -> None:
@@ -158,6 +181,8 @@ class Watch:
         self._test.append(keep_digits(loss))
         self._accuracy += [] if accuracy is None else [keep_digits(accuracy)]
         self._recent = []
+        if self._cell.watches_interior:
+            self._interior[step] = look_inside(self._chain, self._tests[0], self._read_at)
         return math.isfinite(loss)
 
     def as_result(self) -> Result:
@@ -169,7 +194,25 @@ class Watch:
             result["cosines"] = {str(step): values for step, values in self._cosines.items()}
             # 1 - cos with digits of its own: near T the cosine's are nines.
             result["angle_gaps"] = {str(step): values for step, values in self._angle_gaps.items()}
+        if self._interior:
+            result["interior"] = {str(step): values for step, values in self._interior.items()}
         return result
+
+
+def look_inside(chain: Chain, batch: Batch, boundaries: Sequence[int]) -> dict[str, list[float]]:
+    """Of a batch's first samples, the losses at these boundaries, and the root mean square of every state."""
+    inputs, labels = (part[:MOST_LOOKED_AT] for part in batch)
+    losses, sizes = [], []
+    chain.eval()
+    with torch.no_grad():
+        state = inputs
+        for boundary, block in enumerate(chain.blocks, start=1):
+            state = block(state)
+            sizes.append(keep_digits(float(state.square().mean().sqrt())))
+            if boundary in boundaries:
+                losses.append(keep_digits(float(chain.loss_at(boundary, state, labels))))
+    chain.train()
+    return {"losses": losses, "sizes": sizes}
 
 
 def evaluate(chain: Chain, batches: Sequence[Batch]) -> tuple[float, float | None]:

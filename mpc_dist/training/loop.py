@@ -69,7 +69,7 @@ def train(
         check_settings(zero, config.training.clip_norm, config.torch_device.type)
     config.tracking.check_installed()
     data = config.data.load()
-    parts = build_parts(config.trained_model, data.task, readout=config.readout.kind, seed=config.seed)
+    parts = build_parts(config.trained_model, data.task, readout=config.readout, seed=config.seed)
     batches = Batches(data.train, batch_size=config.batch_size * config.data_parallel.degree, seed=config.seed)
     timeout = timedelta(seconds=parallel.timeout)
     mesh = build_mesh(

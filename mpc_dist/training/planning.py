@@ -142,7 +142,8 @@ def _step_seconds(planner: Planner, num_blocks: int, *, exact: bool) -> dict[int
 def fingerprint(config: Config) -> dict[str, Any]:
     """The parts of a configuration that a plan depends on, as they stand in YAML."""
     values = config.as_dict()
-    kept = {name: values[name] for name in ("model", "lora", "data", "readout", "batch_size", "dtype")}
+    kept = {name: values[name] for name in ("model", "lora", "data", "batch_size", "dtype")}
+    kept["readout"] = config.readout.identify()
     kept["optimizer"] = {name: values["optimizer"][name] for name in ("name", "momentum")}
     plain: dict[str, Any] = json.loads(json.dumps(kept))
     return plain
@@ -175,7 +176,7 @@ def apply_plan(config: Config, plan: Plan) -> Config:
 
 def build_whole_chain(config: Config, task: Task) -> Chain:
     """The configured model with a readout at every boundary."""
-    chain = build_chain(config.trained_model, task, readout=config.readout.kind, seed=config.seed)
+    chain = build_chain(config.trained_model, task, readout=config.readout, seed=config.seed)
     return chain.to(device=config.torch_device, dtype=config.torch_dtype)
 
 
@@ -212,7 +213,7 @@ def _probed_angles(
         note = f"read from {probe.angles_file} ({profile.num_blocks} blocks)"
         return note, _cosine_of(profile, config.model.num_blocks)
     small = _scale_down(config.model)
-    chain = build_chain(small, task, readout=config.readout.kind, seed=config.seed).to(dtype=config.torch_dtype)
+    chain = build_chain(small, task, readout=config.readout, seed=config.seed).to(dtype=config.torch_dtype)
     few = [tuple(part[:4] for part in batch) for batch in samples[:2]]
     total = len(few) * chain.num_blocks
     done = iter(range(1, total + 1))
@@ -313,7 +314,7 @@ def _chain_to_measure(config: Config, task: Task, probe: Probe) -> Iterator[Chai
     torch.set_default_dtype(config.torch_dtype)
     try:
         with without_allocating():
-            yield build_chain(config.trained_model, task, readout=config.readout.kind, seed=config.seed)
+            yield build_chain(config.trained_model, task, readout=config.readout, seed=config.seed)
     finally:
         torch.set_default_dtype(default)
 

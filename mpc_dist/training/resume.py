@@ -19,7 +19,7 @@ def weights_fingerprint(config: Config) -> dict[str, Any]:
     """What must agree for saved weights and optimizer state to fit."""
     values = config.as_dict()
     model = {name: value for name, value in values["model"].items() if name not in _PLACES}
-    kept = {name: values[name] for name in ("lora", "readout")}
+    kept = {"lora": values["lora"], "readout": config.readout.identify()}
     kept |= {"model": model, "optimizer": values["optimizer"]["name"]}
     plain: dict[str, Any] = json.loads(json.dumps(kept))
     return plain

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from mpc_dist.study.cell import Result, Store, describe
+from mpc_dist.study.cell import Result, Store, describe, key_of
 from mpc_dist.study.experiment import Experiment, Findings, Table, Verdict, render_page
 from mpc_dist.study.runner import run_cells
 from tests.conftest import ROOT
@@ -71,6 +71,18 @@ def test_another_setting_is_another_cell(tmp_path: Path):
     assert store.find(Square(1, "a")).seconds == 0.5
     assert store.find(Square(1, "b")) is None
     assert describe(Square(1, "a")) == {"kind": "Square", "number": 1, "folder": "a", "fails": False}
+
+
+def test_a_field_that_is_added_with_a_default_leaves_results_valid():
+    @dataclass(frozen=True)
+    class Square:
+        number: int
+        folder: str
+        fails: bool = False
+        rounds: int = 1
+
+    assert key_of(Square(1, "a")) == key_of(globals()["Square"](1, "a"))
+    assert key_of(Square(1, "a", rounds=2)) != key_of(Square(1, "a"))
 
 
 def test_what_an_earlier_design_asked_for_is_dropped_on_request(tmp_path: Path):

@@ -62,6 +62,8 @@ def test_it_trains_as_the_definition_says(choice: WindowChoice, windows: object)
 
 def test_windows_for_any_depth():
     assert WindowChoice("cumulative", 2).build(4) == cumulative(4, 2)
+    near = WindowChoice("near", 2, near_weight=0.25).build(3)
+    assert near.targets == (((1, 0.25), (2, 1.0)), ((2, 0.25), (3, 1.0)), ((3, 1.25),))
     assert WindowChoice("loco").build(4) == loco(4)
     assert WindowChoice("anchored", 2, stride=2).build(5) == sliding(5, 2, [2, 4, 5])
     assert [aims[0][0] for aims in WindowChoice("tumbling", 1, unit=2).build(5).targets] == [2, 2, 4, 4, 5]
@@ -73,6 +75,14 @@ def test_the_same_cell_gives_the_same_result_and_angles_where_asked():
     assert first == again
     assert set(first["cosines"]) == {"0", "8"}
     assert first["cosines"]["0"][-1] == pytest.approx(1.0)
+
+
+def test_losses_inside_are_kept_where_they_are_aimed_at():
+    result = build_cell(WindowChoice("tumbling", 2), watches_interior=True).run()
+    assert set(result["interior"]) == {"0", "4", "8"}
+    seen = result["interior"]["8"]
+    assert (len(seen["losses"]), len(seen["sizes"])) == (3, 5)  # groups end at 2, 4 and 5
+    assert seen["losses"][-1] == pytest.approx(result["test"][-1], rel=1e-5)  # six digits are kept
 
 
 def test_a_run_that_diverges_ends_there():

@@ -67,7 +67,7 @@ class Cifar10Data:
         """Read the folder, checking every file."""
         names = [f"data_batch_{number}" for number in range(1, self.num_train_files + 1)]
         layout = CifarLayout(b"labels", 10, tuple(names), "test_batch", "; set data.num_train_files for a subset")
-        return _load_cifar(Path(self.folder), layout, augment=self.augment)
+        return _load_cifar(Path(self.folder), layout, augment=self.augment, num_kept=10)
 
 
 @dataclass(frozen=True)
@@ -80,11 +80,16 @@ class Cifar100Data:
     """The unpacked python-version folder: train and test."""
     augment: bool = False
     """Whether training images are shifted by up to 4 pixels and mirrored at random."""
+    num_classes: int = 100
+    """How many classes to keep, from the first; fewer make an easier task."""
+
+    def __post_init__(self) -> None:
+        check_whole("data.num_classes", self.num_classes, minimum=2, maximum=100)
 
     def load(self) -> Dataset:
         """Read the folder, checking every file."""
         layout = CifarLayout(b"fine_labels", 100, ("train",), "test")
-        return _load_cifar(Path(self.folder), layout, augment=self.augment)
+        return _load_cifar(Path(self.folder), layout, augment=self.augment, num_kept=self.num_classes)
 
 
 @dataclass(frozen=True)
@@ -99,7 +104,8 @@ class CifarLayout:
     """What else can be done about a missing file."""
 
 
-def _load_cifar(folder: Path, layout: CifarLayout, *, augment: bool) -> Dataset:
+def _load_cifar(folder: Path, layout: CifarLayout, *, augment: bool, num_kept: int) -> Dataset:
+    """The images of the first `num_kept` classes."""
     if not folder.is_dir():
         raise ValueError(f"data.folder {folder} does not exist; unpack the python version of CIFAR there")
     for name in (*layout.train_files, layout.test_file):
@@ -108,10 +114,13 @@ def _load_cifar(folder: Path, layout: CifarLayout, *, augment: bool) -> Dataset:
 
     def read(names: tuple[str, ...], *, augment: bool) -> Split:
         parts = [read_cifar_file(folder / name, layout.label_key, layout.num_classes) for name in names]
-        images, labels = zip(*parts, strict=True)
-        return _image_split(np.concatenate(images), np.concatenate(labels), augment=augment)
+        images, labels = (np.concatenate(part) for part in zip(*parts, strict=True))
+        kept = labels < num_kept
+        if not kept.any():
+            raise ValueError(f"CIFAR files {names} in {folder} hold no image of the first {num_kept} classes")
+        return _image_split(images[kept], labels[kept], augment=augment)
 
-    task = Task("classification", (3, 32, 32), layout.num_classes)
+    task = Task("classification", (3, 32, 32), num_kept)
     return Dataset(task, read(layout.train_files, augment=augment), read((layout.test_file,), augment=False))
 
 

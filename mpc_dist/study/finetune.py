@@ -5,12 +5,14 @@ A ResNet-56 of CIFAR-10 is tuned as a whole, a ViT that is trained here first is
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
 from typing import Literal
 
 from mpc_dist.data import Cifar10Data, Cifar100Data, DataSource
 from mpc_dist.models import BlockModel, ResNetCifar
 from mpc_dist.models.hugging_face import LoraConfig
-from mpc_dist.readout import ReadoutConfig
+from mpc_dist.readout import ReadoutConfig, ReadoutKind
 from mpc_dist.study.cell import Cell
 from mpc_dist.study.experiment import Experiment
 from mpc_dist.study.finetune_findings import PRETRAINING, conclude
@@ -31,9 +33,9 @@ class Tuning:
     model: BlockModel
     data: DataSource
     optimizer: OptimizerConfig
-    """With the rate that serves all."""
-    other_rates: tuple[float, ...]
-    """Rates tried besides, on the first seed, with the largest and the smallest horizon."""
+    """But for the rate."""
+    rates: tuple[float, ...]
+    """All windows are trained with each, on every seed; of each, the better counts."""
     horizons: tuple[int, ...]
     """In units; the last is the whole depth, which is back-propagation."""
     unit: int
@@ -54,18 +56,15 @@ class Tuning:
         lengths = tuple(self._slide(horizon) for horizon in range(1, most + 1))
         groups = tuple(WindowChoice("tumbling", size, self.unit) for size in self.tumbling)
         yield f"memory: {self.name}", HeldMemoryCell(self.model, self.data, self.batch_size, (*lengths, *groups))
-        for seed in self.seeds:
+        for rate, seed in product(self.rates, self.seeds):
+            train = partial(self._train, rate=rate, seed=seed)
             for horizon in self.horizons:
-                yield self._train(f"h = {horizon}", self._slide(horizon), seed)
+                yield train(f"h = {horizon}", self._slide(horizon))
             for choice in groups:
-                yield self._train(f"tumbling {choice.size}", choice, seed)
+                yield train(f"tumbling {choice.size}", choice)
             for horizon in self.shared:
-                yield self._train(f"h = {horizon}, shared", self._slide(horizon), seed, readout=ReadoutConfig("shared"))
-            yield self._train(HEAD_ALONE, self._slide(most), seed, model=HeadOnly(self.model))
-        for rate in self.other_rates:
-            for horizon in (most, 1):
-                optimizer = replace(self.optimizer, lr=rate)
-                yield self._train(f"h = {horizon}", self._slide(horizon), self.seeds[0], optimizer=optimizer)
+                yield train(f"h = {horizon}, shared", self._slide(horizon), readout="shared")
+            yield train(HEAD_ALONE, self._slide(most), model=HeadOnly(self.model))
 
     def _slide(self, horizon: int) -> WindowChoice:
         return WindowChoice("sliding", horizon, self.unit)
@@ -74,25 +73,25 @@ class Tuning:
         self,
         words: str,
         choice: WindowChoice,
-        seed: int,
         *,
+        rate: float,
+        seed: int,
         model: BlockModel | None = None,
-        optimizer: OptimizerConfig | None = None,
-        readout: ReadoutConfig | None = None,
+        readout: ReadoutKind = "local",
     ) -> tuple[str, Cell]:
         cell = TrainingCell(
             model or self.model,
             self.data,
             choice,
-            optimizer or self.optimizer,
+            replace(self.optimizer, lr=rate),
             self.batch_size,
             self.steps,
             seed,
-            readout=readout or ReadoutConfig("local"),
+            readout=ReadoutConfig(readout),
             num_evaluations=1,
             test_batches=self.test_batches,
         )
-        return f"{self.name}: {words}, rate {cell.optimizer.lr:g}, seed {seed}", cell
+        return f"{self.name}: {words}, rate {rate:g}, seed {seed}", cell
 
 
 def build_cells(pretraining: Pretraining, tunings: Sequence[Tuning], everything: PretrainedViT) -> dict[str, Cell]:
@@ -121,21 +120,21 @@ def _build_cells(quick: bool) -> Mapping[str, Cell]:
         Cifar10Data(num_train_files=1, augment=True),
         OptimizerConfig("adamw", lr=1e-3),
         batch_size=64,
-        steps=150 if quick else 1100,
+        steps=150 if quick else 1000,
         seed=0,
     )
     resnet = Tuning(
         "resnet",
         ResNetCifar(blocks_per_group=9, checkpoint=CHECKPOINT, weights="fresh_head"),
         Cifar100Data(),
-        OptimizerConfig("sgd", lr=0.02, momentum=0.9),
-        other_rates=(0.05,) if quick else (0.005, 0.05),
+        OptimizerConfig("sgd", momentum=0.9),
+        rates=(0.005, 0.02),
         horizons=(1, 4, 9) if quick else (1, 2, 3, 5, 9),
         unit=3,
         tumbling=() if quick else (3,),
         shared=(),
         batch_size=32,
-        steps=12 if quick else 90,
+        steps=8 if quick else 55,
         seeds=(0,) if quick else (0, 1),
         test_batches=1 if quick else 2,
     )
@@ -144,9 +143,9 @@ def _build_cells(quick: bool) -> Mapping[str, Cell]:
         "vit",
         adapted,
         Cifar100Data(),
-        OptimizerConfig("adamw", lr=3e-3),
-        other_rates=(1e-2,) if quick else (1e-3, 1e-2),
-        horizons=(1, 2, 4) if quick else (1, 2, 3, 4, 6, 9, 12),
+        OptimizerConfig("adamw"),
+        rates=(1e-3, 5e-3),
+        horizons=(1, 2, 4) if quick else (1, 2, 4, 6, 9, 12),
         unit=1,
         tumbling=(2,) if quick else (4,),
         shared=(1,) if quick else (1, 4),

@@ -1,7 +1,6 @@
 """All that `reproduce finetune` measured of one model, as read from its records."""
 
 import re
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import combinations
@@ -47,11 +46,6 @@ class Part:
         return f"ResNet-{2 * blocks + 2}, all weights" if self.name == "resnet" else f"ViT of {blocks} layers, LoRA"
 
     @property
-    def rate(self) -> float:
-        """The learning rate that serves all."""
-        return Counter(run.rate for run in self.runs).most_common(1)[0][0]
-
-    @property
     def horizons(self) -> list[int]:
         """In units, ascending; the last is back-propagation."""
         return sorted({int(run.words[4:]) for run in self.runs if re.fullmatch(r"h = \d+", run.words)})
@@ -63,16 +57,21 @@ class Part:
 
     @property
     def variants(self) -> list[str]:
-        """What was trained with the rate that serves all, in the order of the records."""
-        return list(dict.fromkeys(run.words for run in self.runs if run.rate == self.rate))
+        """What was trained, in the order of the records."""
+        return list(dict.fromkeys(run.words for run in self.runs))
 
     def find(self, words: str, rate: float | None = None) -> list[Run]:
-        """Its runs, one per seed."""
-        wanted = self.rate if rate is None else rate
+        """Its runs with a rate, one per seed; by default with its best."""
+        wanted = self.best_rate(words) if rate is None else rate
         return [run for run in self.runs if run.words == words and run.rate == wanted]
 
+    def best_rate(self, words: str) -> float:
+        """The rate with the highest accuracy, in the mean over seeds."""
+        rates = sorted({run.rate for run in self.runs if run.words == words})
+        return max(rates, key=lambda rate: mean(run.accuracy for run in self.find(words, rate)))
+
     def accuracy(self, words: str) -> float:
-        """Mean over seeds."""
+        """Mean over seeds, with its best rate."""
         return mean(run.accuracy for run in self.find(words))
 
     def at(self, horizon: int) -> float:

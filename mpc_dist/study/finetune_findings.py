@@ -145,10 +145,12 @@ def _join(parts: Sequence[Part], describe: Callable[[Part], str]) -> str:
 def _describe_size(part: Part) -> str:
     cell = part.runs[0].cell
     seeds = len({run.seed for run in part.runs})
-    tested = "the whole test set" if cell["test_batches"] is None else f"{cell['test_batches'] * MOST_TESTED} images"
+    num_tested = cell["test_batches"] * MOST_TESTED
+    error = (part.backprop * (1 - part.backprop) / num_tested) ** 0.5
     return (
         f"{part.title}: {cell['steps']} steps of {cell['batch_size']} images, h in units of {part.unit} of "
-        f"{part.memory['num_blocks']} blocks, {seeds} seed{'s' if seeds > 1 else ''}, tested on {tested}."
+        f"{part.memory['num_blocks']} blocks, {seeds} seed{'s' if seeds > 1 else ''}, tested on {num_tested} images "
+        f"(one standard error of a seed's accuracy: {error:.1%})."
     )
 
 
@@ -167,8 +169,8 @@ def _note(records: Records, parts: Sequence[Part]) -> tuple[str, ...]:
         "and backwards run no forward again. Tests use the running statistics.",
         "Learning rate: all windows were trained with every rate in the table, on every seed; for each, the rate with "
         "the highest mean accuracy counts. It is chosen on the test images, which flatters all windows alike.",
-        "Memory is the peak held for backward by the eager sweep, counted tensor by tensor; weights, gradients and "
-        "optimizer state come on top, and are the same for every h.",
+        "Memory is the peak held for backward by the eager sweep, counted tensor by tensor. Weights, gradients and "
+        "optimizer state come on top: the same for every h, but for the interior heads, which add theirs.",
     )
 
 

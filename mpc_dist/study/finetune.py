@@ -131,7 +131,7 @@ def _build_cells(quick: bool) -> Mapping[str, Cell]:
         Cifar100Data(num_classes=NUM_CLASSES),
         OptimizerConfig("sgd", momentum=0.9),
         rates=(0.005, 0.02),
-        horizons=(1, 4, 9) if quick else (1, 2, 3, 5, 9),
+        horizons=(1, 3, 9) if quick else (1, 2, 3, 5, 9),
         unit=3,
         tumbling=() if quick else (3,),
         shared=(),

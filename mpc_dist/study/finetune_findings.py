@@ -7,13 +7,14 @@ from mpc_dist.report.angles import format_bytes
 from mpc_dist.study.experiment import Findings, Picture, Records, Table, Verdict, VerdictWord
 from mpc_dist.study.finetune_figures import draw_horizons, draw_tradeoff
 from mpc_dist.study.finetune_part import FRACTION, HEAD_ALONE, Part, read_parts
-from mpc_dist.study.training_cell import MOST_TESTED
 
 PRETRAINING = "pretraining"
 NEAR, CLOSE = 0.95, 0.85
 """Shares of back-propagation's accuracy that count as nearly all of it, and as most of it."""
 STRAIGHT, NEARLY_STRAIGHT = 0.99, 0.9
 """R^2 of a line."""
+CLEAR = 2.0
+"""Standard errors by which back-propagation must beat training the head alone, for its accuracy to mean anything."""
 ORDERED, MOSTLY_ORDERED = 0.8, 0.6
 """Share of pairs of horizons of which the larger has the higher accuracy; chance gives a half."""
 
@@ -59,12 +60,13 @@ def _compare_head(part: Part) -> str:
 
 
 def _level(part: Part) -> int:
-    """2: a moderate horizon is near back-propagation and tuning gains anything at all; 1: one is close; 0: none."""
+    """2: a moderate horizon is near back-propagation; 1: one is close; 0: none, or tuning gains nothing clear."""
     best = part.best_moderate
     reached = part.at(best) / part.backprop if best is not None and part.backprop else 0.0
-    if reached >= NEAR and part.backprop > part.accuracy(HEAD_ALONE):
-        return 2
-    return 1 if reached >= CLOSE else 0
+    gained = part.backprop - part.accuracy(HEAD_ALONE)
+    if gained <= CLEAR * part.error:
+        return 0  # nothing was tuned that a horizon could have kept
+    return _grade(reached, NEAR, CLOSE)
 
 
 def _combine(levels: Sequence[int]) -> VerdictWord:
@@ -145,12 +147,10 @@ def _join(parts: Sequence[Part], describe: Callable[[Part], str]) -> str:
 def _describe_size(part: Part) -> str:
     cell = part.runs[0].cell
     seeds = len({run.seed for run in part.runs})
-    num_tested = cell["test_batches"] * MOST_TESTED
-    error = (part.backprop * (1 - part.backprop) / num_tested) ** 0.5
     return (
         f"{part.title}: {cell['steps']} steps of {cell['batch_size']} images, h in units of {part.unit} of "
-        f"{part.memory['num_blocks']} blocks, {seeds} seed{'s' if seeds > 1 else ''}, tested on {num_tested} images "
-        f"(one standard error of a seed's accuracy: {error:.1%})."
+        f"{part.memory['num_blocks']} blocks, {seeds} seed{'s' if seeds > 1 else ''}, tested on {part.num_tested} "
+        f"images (one standard error of a seed's accuracy: {part.error:.1%})."
     )
 
 

@@ -28,6 +28,8 @@ class Run:
     windows: str
     accuracy: float
     loss: float
+    tested: int
+    """Test images."""
     cell: Mapping[str, Any]
 
 
@@ -84,6 +86,16 @@ class Part:
         return self.at(self.horizons[-1])
 
     @property
+    def num_tested(self) -> int:
+        """Test images of a run."""
+        return self.runs[0].tested
+
+    @property
+    def error(self) -> float:
+        """One standard error of a seed's accuracy, at back-propagation's."""
+        return float((self.backprop * (1 - self.backprop) / self.num_tested) ** 0.5)
+
+    @property
     def held(self) -> dict[int, int]:
         """Bytes held for backward by sliding horizon, in units; all of them."""
         choices = {h: str(WindowChoice("sliding", h, self.unit)) for h in range(1, self.horizons[-1] + 1)}
@@ -129,6 +141,8 @@ def read_parts(records: Records) -> list[Part]:
         task, words, rate, seed = match.groups()
         result, cell = record.result, record.cell
         windows = str(WindowChoice(**cell["windows"]))
-        run = Run(words, float(rate), int(seed), windows, result["accuracy"][-1], result["test"][-1], cell)
+        run = Run(
+            words, float(rate), int(seed), windows, result["accuracy"][-1], result["test"][-1], result["tested"], cell
+        )
         found.setdefault(task, []).append(run)
     return [Part(name, tuple(runs), records[f"memory: {name}"].result) for name, runs in found.items()]

@@ -187,7 +187,8 @@ class Watch:
 
     def as_result(self) -> Result:
         """What was seen; `train` holds means over the steps since the evaluation before."""
-        result: Result = {"steps": self._steps, "train": self._train, "test": self._test}
+        tested = sum(len(labels) for _, labels in self._tests)
+        result: Result = {"steps": self._steps, "train": self._train, "test": self._test, "tested": tested}
         if self._accuracy:
             result["accuracy"] = self._accuracy
         if self._cosines:

@@ -63,9 +63,7 @@ def records(pretraining: Pretraining, tmp_path_factory: pytest.TempPathFactory) 
         test_batches=1,
     )
     adapted = PretrainedViT(pretraining, 10, LORA)
-    vit = replace(
-        resnet, name="vit", model=adapted, optimizer=ADAM, rates=(0.01,), shared=(1,), seeds=(0,), test_batches=None
-    )
+    vit = replace(resnet, name="vit", model=adapted, optimizer=ADAM, rates=(0.01,), shared=(1,), seeds=(0,))
     cells = build_cells(pretraining, (resnet, vit), replace(adapted, lora=LoraConfig()))
     store = Store(tmp_path_factory.mktemp("finetune") / "cells.jsonl")
     for name, cell in cells.items():

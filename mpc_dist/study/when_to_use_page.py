@@ -309,8 +309,8 @@ def _notes(panels: Sequence[Panel], calibration: Record, overhead: float) -> tup
         "Step times are simulated from counted operations, an average stage's forward of the batch being "
         f"{1e3 * panels[0].price['stage_seconds']:g} ms, with {1e3 * panels[0].price['latency']:g} ms per message and "
         f"{1e3 * overhead:.2f} ms per action: the median by which steps on {calibration.cell['num_stages']} gloo ranks "
-        f"took longer than simulated (table Calibration), at most {1e3 * OVERHEADS[-1]:g} ms: more is a busy machine's, "
-        "and calls for another run. The optimizer's step is not counted.",
+        f"took longer than simulated (table Calibration), at most {1e3 * OVERHEADS[-1]:g} ms: more is a busy "
+        "machine's, and calls for another run. The optimizer's step is not counted.",
         "The rows of torch's zero-bubble schedules are our split schedule's times what the faster of "
         f"InterleavedZeroBubble and ZBV took on those ranks against ours: {torch}, interpolated between; their "
         "bytes are ours, not theirs.",

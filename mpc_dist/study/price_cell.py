@@ -161,8 +161,9 @@ def count_actions(schedule: Schedule) -> int:
 
 
 def calibrated_overhead(result: Result) -> float:
-    """The median overhead per action of our systems, in seconds; never below 0."""
-    return max(0.0, float(statistics.median(row["overhead"] for row in result["rows"] if "overhead" in row)))
+    """The median overhead per action of our systems, in seconds; within what was simulated."""
+    median = float(statistics.median(row["overhead"] for row in result["rows"] if "overhead" in row))
+    return min(max(OVERHEADS[0], median), OVERHEADS[-1])
 
 
 def torch_ratio(result: Result, num_microbatches: int) -> float | None:

@@ -6,7 +6,7 @@ from mpc_dist.report.angles import format_bytes
 from mpc_dist.study.cell import Record, Result
 from mpc_dist.study.experiment import Findings, Picture, Table, Verdict, VerdictWord
 from mpc_dist.study.outcome import TAIL, TARGET_AT, Outcome, Panel, Win, find_wins
-from mpc_dist.study.price_cell import torch_ratio
+from mpc_dist.study.price_cell import OVERHEADS, torch_ratio
 from mpc_dist.study.when_to_use_figures import draw_quality, draw_times, draw_wins
 
 SPREADS = 2.0
@@ -232,7 +232,7 @@ def _calibration(calibration: Record, overhead: float) -> Table:
             )
         )
     columns = ("system", "windows", "M", "measured ms", "simulated ms", "ms over per action")
-    title = f"Calibration: {calibration.cell['num_stages']} ranks, emulated compute; median {1e3 * overhead:.2f} ms"
+    title = f"Calibration: {calibration.cell['num_stages']} ranks, emulated compute; {1e3 * overhead:.2f} ms taken"
     return Table(title, columns, tuple(rows))
 
 
@@ -309,7 +309,8 @@ def _notes(panels: Sequence[Panel], calibration: Record, overhead: float) -> tup
         "Step times are simulated from counted operations, an average stage's forward of the batch being "
         f"{1e3 * panels[0].price['stage_seconds']:g} ms, with {1e3 * panels[0].price['latency']:g} ms per message and "
         f"{1e3 * overhead:.2f} ms per action: the median by which steps on {calibration.cell['num_stages']} gloo ranks "
-        "took longer than simulated (table Calibration). The optimizer's step is not counted.",
+        f"took longer than simulated (table Calibration), at most {1e3 * OVERHEADS[-1]:g} ms: more is a busy "
+        "machine's, and calls for another run. The optimizer's step is not counted.",
         "The rows of torch's zero-bubble schedules are our split schedule's times what the faster of "
         f"InterleavedZeroBubble and ZBV took on those ranks against ours: {torch}, interpolated between; their "
         "bytes are ours, not theirs.",

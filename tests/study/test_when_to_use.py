@@ -171,14 +171,15 @@ def test_calibration_takes_the_median_and_torchs_fastest():
     ours = {"system": OURS, "windows": "backprop", "split": True}
     rows = [
         {**ours, "microbatches": 1, "overhead": -0.1, "seconds": 2.0},
-        {**ours, "microbatches": 4, "overhead": 0.2, "seconds": 2.0},
+        {**ours, "microbatches": 4, "overhead": 0.002, "seconds": 2.0},
         {**ours, "microbatches": 1, "overhead": 0.3, "seconds": 9.0, "split": False},
         {"system": "torch-ZBV", "microbatches": 1, "seconds": 3.0},
         {"system": "torch-InterleavedZeroBubble", "microbatches": 1, "seconds": 4.0},
         {"system": "torch-ZBV", "microbatches": 4, "seconds": 2.0},
     ]
-    assert calibrated_overhead({"rows": rows}) == 0.2
+    assert calibrated_overhead({"rows": rows}) == 0.002
     assert calibrated_overhead({"rows": rows[:1]}) == 0.0
+    assert calibrated_overhead({"rows": rows[2:3]}) == 0.005  # no more was simulated
     assert [torch_ratio({"rows": rows}, m) for m in (1, 2, 16)] == [1.5, 1.25, 1.0]
     assert torch_ratio({"rows": rows[:3]}, 1) is None
 

@@ -71,7 +71,7 @@ FULL = Sizes(
     seeds=3,
     resnet=ResNetCifar(channels=4),
     resnet_horizons=(1, 2, 3, 5, 10, 20, 30),
-    resnet_steps=400,
+    resnet_steps=200,
     resnet_seeds=2,
 )
 QUICK = Sizes(

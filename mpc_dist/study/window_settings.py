@@ -46,9 +46,13 @@ class Scale:
     num_draws: int = 5
     """Of kernels, in the linear model."""
     text: TextData = TEXT
+    main_steps: int | None = None
+    """Of the setting on which the cause is sought; None: as of the other GPTs."""
 
 
-FULL = Scale(gpt_steps=240, mlp_steps=400, resnet_steps=160, seeds=(0, 1, 2), num_rates=3, num_evaluations=4)
+FULL = Scale(
+    main_steps=600, gpt_steps=240, mlp_steps=400, resnet_steps=160, seeds=(0, 1, 2), num_rates=3, num_evaluations=4
+)
 QUICK = Scale(gpt_steps=10, mlp_steps=20, resnet_steps=8, seeds=(0, 1), num_rates=1, num_evaluations=2, num_draws=2)
 
 
@@ -89,7 +93,7 @@ def build_settings(scale: Scale) -> list[Setting]:
 
     deep = replace(gpt, num_blocks=16)
     settings = [
-        text(gpt, ADAMW, local, *COMMON, *NEAR, COARSE),
+        replace(text(gpt, ADAMW, local, *COMMON, *NEAR, COARSE), steps=scale.main_steps or scale.gpt_steps),
         text(gpt, ADAMW, shared, BACKPROP, LOCAL, SLIDING2, TUMBLING2),
         text(gpt, SGD, local, *few),
         text(gpt, DECAYED, local, LOCAL, SLIDING2),

@@ -258,5 +258,6 @@ def test_a_training_cell_keeps_the_digits_of_small_angles_and_survives_weights_t
     result = TrainingCell(model, data, *settings, num_evaluations=1, angles_at=(0, 3)).run()
     assert list(result["angle_gaps"]) == ["0"]
     cosines = np.array(result["cosines"]["0"])
-    np.testing.assert_allclose(1 - cosines, result["angle_gaps"]["0"], atol=1e-8)
+    # Six digits are kept of the one, nine of the other.
+    np.testing.assert_allclose(1 - cosines, result["angle_gaps"]["0"], rtol=5e-6, atol=1e-9)
     assert len(cosines) == 5

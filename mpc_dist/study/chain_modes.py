@@ -7,8 +7,8 @@ e(s) = x(s) - y. Under gradient flow with targets (s', w) of block t and its tan
 
 An error along an eigenvector of A dies out at the rate of its eigenvalue's real part. With h = 1 and with tumbling
 windows A is block lower triangular, with sums of kernels on its diagonal: no eigenvalue has a negative real part,
-whatever the kernels are. Sliding windows with 1 < h < T - 1 couple neighbours both ways: eigenvalues at zero come in Jordan
-chains, along which errors grow like a power of time, and unlike kernels push some of them below zero.
+whatever the kernels are. Sliding windows with 1 < h < T - 1 couple neighbours both ways: eigenvalues at zero come in
+Jordan chains, along which errors grow like a power of time, and unlike kernels push some of them below zero.
 """
 
 from collections.abc import Sequence

@@ -57,7 +57,7 @@ def conclude(records: Records) -> Findings:
             "losses",
             draw_losses({s: {w: o.mean for w, o in of.items()} for s, of in outcomes.items()}),
             f"Test loss after training, divided by that of h = 1, in every setting; mean of {seeds} seeds, each at the "
-            "best of its learning rates. Left of the line is better than h = 1; ratios beyond 0.1 and 3 are drawn there.",
+            "best of its learning rates. Left of the line is better than h = 1; ratios beyond are at the edge.",
         ),
         Picture(
             "drift",

@@ -18,6 +18,8 @@ COLOURS = {
     "cumulative 2": "tab:purple",
 }
 OTHER = "tab:gray"
+LEAST, MOST = 0.1, 3.0
+"""Ratios beyond are drawn at the edge."""
 
 
 def draw_losses(losses: Mapping[str, Mapping[str, float]]) -> Figure:
@@ -26,7 +28,7 @@ def draw_losses(losses: Mapping[str, Mapping[str, float]]) -> Figure:
     axes = figure.subplots()
     for windows, colour in COLOURS.items():
         points = [
-            (of[windows] / of["sliding 1"], row)
+            (min(max(of[windows] / of["sliding 1"], LEAST), MOST), row)
             for row, of in enumerate(losses.values())
             if windows in of and math.isfinite(of[windows] / of["sliding 1"])
         ]
@@ -35,11 +37,8 @@ def draw_losses(losses: Mapping[str, Mapping[str, float]]) -> Figure:
             axes.scatter(x, y, color=colour, s=42, label=windows.replace("sliding 1", "h = 1"), zorder=3)
     axes.axvline(1, color=COLOURS["sliding 1"], lw=1)
     axes.set_xscale("log")
-    ticks = [
-        v
-        for v in (0.1, 0.2, 0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.5, 2, 5, 10)
-        if axes.get_xlim()[0] <= v <= axes.get_xlim()[1]
-    ]
+    axes.set_xlim(LEAST / 1.1, MOST * 1.1)
+    ticks = (0.1, 0.2, 0.5, 1, 2, MOST)
     axes.set_xticks(ticks, [f"{v:g}" for v in ticks])
     axes.minorticks_off()
     axes.set_yticks(range(len(losses)), list(losses), fontsize=9)

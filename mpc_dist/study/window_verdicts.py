@@ -157,7 +157,7 @@ def judge_near(of: Mapping[str, Outcome]) -> Verdict:
     """The first intervention."""
     names = [name for name in of if name.endswith("near")]
     base, local = of["sliding 2"], of["sliding 1"]
-    gap = base.mean - local.mean
+    gap = _gap(of)
     closed = {name: (base.mean - of[name].mean) / gap if gap > 0 else 0.0 for name in names}
     best = max(closed, key=lambda name: closed[name])
     is_monotone = all(closed[a] <= closed[b] for a, b in itertools.pairwise(names))
@@ -178,7 +178,7 @@ def judge_damping(outcomes: Outcomes) -> Verdict:
     """The second intervention."""
     (decayed,) = (of for setting, of in outcomes.items() if DECAY in setting)
     plain = outcomes[MAIN]
-    gap, left = (of["sliding 2"].mean - of["sliding 1"].mean for of in (plain, decayed))
+    gap, left = _gap(plain), decayed["sliding 2"].mean - decayed["sliding 1"].mean
     word: VerdictWord = "not confirmed"
     if gap > 0 and left < 0.5 * gap:
         word = "confirmed"
@@ -198,7 +198,7 @@ def judge_units(outcomes: Outcomes) -> Verdict:
     for setting in (MAIN, DEEP):
         of = outcomes[setting]
         fine, coarse, local = of["sliding 2"], of["sliding 2 (units of 2)"], of["tumbling 2"]
-        gap = fine.mean - of["sliding 1"].mean
+        gap = _gap(of)
         holds.append(gap > 0 and coarse.mean - local.mean < 0.5 * gap)
         rows.append(
             f"{setting}: sliding 2 by block {fine}, by two {coarse}; h = 1 by block {of['sliding 1']}, by two {local}"
@@ -208,6 +208,12 @@ def judge_units(outcomes: Outcomes) -> Verdict:
         _word(sum(holds), len(holds)),
         "; ".join(rows),
     )
+
+
+def _gap(of: Mapping[str, Outcome]) -> float:
+    """How much worse sliding 2 is than h = 1; 0 if the seeds cannot tell, and then there is nothing to mend."""
+    far, local = of["sliding 2"], of["sliding 1"]
+    return far.mean - local.mean if local.is_better_than(far) else 0.0
 
 
 def _word(count: int, total: int) -> VerdictWord:

@@ -57,13 +57,13 @@ def conclude(records: Records) -> Findings:
             "losses",
             draw_losses({s: {w: o.mean for w, o in of.items()} for s, of in outcomes.items()}),
             f"Test loss after training, divided by that of h = 1, in every setting; mean of {seeds} seeds, each at the "
-            "best of its learning rates. Left of the line is better than h = 1.",
+            "best of its learning rates. Left of the line is better than h = 1; ratios beyond are at the edge.",
         ),
         Picture(
             "drift",
             draw_drift({w: record.result["runs"] for w, record in main.items()}),
             f"What happens inside: {small}, mean of {seeds} seeds. Left: the largest root mean square of any state. "
-            "Right: cos(theta_h) of sliding windows at the end of training with them or with back-propagation.",
+            "Right: cos(theta_h) of each horizon's gradient at the end of training with some windows.",
         ),
         Picture(
             "modes",

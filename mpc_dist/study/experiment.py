@@ -90,9 +90,14 @@ def write_page(experiment: Experiment, findings: Findings, records: Records, fol
     folder.mkdir(parents=True, exist_ok=True)
     for picture in findings.pictures:
         picture.figure.savefig(folder / f"{picture.name}.png", dpi=110)
-    page = folder.with_name(f"{folder.name}.md") if experiment.page_beside else folder / "README.md"
+    page = page_path(experiment, folder)
     page.write_text(render_page(experiment, findings, records, quick=quick), encoding="utf-8")
     return page
+
+
+def page_path(experiment: Experiment, folder: Path) -> Path:
+    """Where the page of an experiment is whose records are in this folder."""
+    return folder.with_name(f"{folder.name}.md") if experiment.page_beside else folder / "README.md"
 
 
 def render_page(experiment: Experiment, findings: Findings, records: Records, *, quick: bool) -> str:

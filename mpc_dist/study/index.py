@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import get_args
 
-from mpc_dist.study.experiment import Experiment, Findings, Table, VerdictWord
+from mpc_dist.study.experiment import Experiment, Findings, Table, VerdictWord, page_path
 
 SURPRISES_FIRST: tuple[str, ...] = tuple(reversed(get_args(VerdictWord)))
 
@@ -21,8 +21,9 @@ def render_index(findings: Mapping[str, Findings], experiments: Mapping[str, Exp
     claims = [(name, verdict) for name, found in findings.items() for verdict in found.verdicts]
     claims.sort(key=lambda claim: SURPRISES_FIRST.index(claim[1].verdict))
     counts = {word: sum(verdict.verdict == word for _, verdict in claims) for word in SURPRISES_FIRST}
-    rows = tuple((f"[{name}]({name}/README.md)", one.claim, f"**{one.verdict}**", one.evidence) for name, one in claims)
-    pages = tuple((f"[{name}]({name}/README.md)", experiments[name].title) for name in findings)
+    links = {name: f"[{name}]({page_path(experiments[name], Path(name))})" for name in findings}
+    rows = tuple((links[name], one.claim, f"**{one.verdict}**", one.evidence) for name, one in claims)
+    pages = tuple((links[name], experiments[name].title) for name in findings)
     return (
         "\n\n".join(
             [

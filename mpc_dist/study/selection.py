@@ -50,7 +50,7 @@ FULL = Sizes(
     seeds=3,
     resnet=ResNetCifar(channels=4),
     resnet_horizons=(1, 2, 3, 5, 10, 15, 20, 25, 30),
-    resnet_steps=80,
+    resnet_steps=50,
 )
 QUICK = Sizes(
     settings=(

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from types import FrameType
 from typing import Any
 from unittest import mock
@@ -18,8 +19,10 @@ from mpc_dist import cli
 from mpc_dist.training import loop
 from tests.conftest import ROOT
 
-SECONDS = 30
-"""More than any input may take, on a machine with ten other things to do."""
+CPU_SECONDS = 20.0
+"""More than any input may take; of the processor, as the machine may have ten other things to do."""
+SECONDS = 150.0
+"""For what waits without working."""
 EXTRA_BYTES = 4 << 30
 """Address space that a case may take beyond what the process has."""
 LONGEST_LINE = 1_500
@@ -69,9 +72,14 @@ def _train_main() -> Any:
 def _run(main: Any, argv: Sequence[str]) -> Answer:
     error, code, failure = io.StringIO(), None, None
     try:
-        with _bounded(), contextlib.redirect_stderr(error), contextlib.redirect_stdout(io.StringIO()):
-            with mock.patch.object(sys, "argv", list(argv)), mock.patch.object(loop._Loop, "_train_step", _stop):
-                code = main()
+        with (
+            _bounded(),
+            contextlib.redirect_stderr(error),
+            contextlib.redirect_stdout(io.StringIO()),
+            mock.patch.object(sys, "argv", list(argv)),
+            mock.patch.object(loop._Loop, "_train_step", _stop),
+        ):
+            code = main()
     except Started:
         code = 0
     except SystemExit as end:
@@ -106,14 +114,18 @@ def _stop(*_: object, **__: object) -> None:
 @contextlib.contextmanager
 def _bounded() -> Iterator[None]:
     limits = resource.getrlimit(resource.RLIMIT_AS)
-    handler = signal.signal(signal.SIGALRM, _ring)
+    handlers = {alarm: signal.signal(alarm, _ring) for alarm in (signal.SIGALRM, signal.SIGPROF)}
     resource.setrlimit(resource.RLIMIT_AS, (_address_space() + EXTRA_BYTES, limits[1]))
-    signal.alarm(SECONDS)
+    timers = {signal.ITIMER_REAL: SECONDS, signal.ITIMER_PROF: CPU_SECONDS}
+    for timer, seconds in timers.items():
+        signal.setitimer(timer, seconds)
     try:
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, handler)
+        for timer in timers:
+            signal.setitimer(timer, 0)
+        for alarm, handler in handlers.items():
+            signal.signal(alarm, handler)
         resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
@@ -122,5 +134,4 @@ def _ring(_signal: int, _frame: FrameType | None) -> None:
 
 
 def _address_space() -> int:
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[0]) * resource.getpagesize()
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()

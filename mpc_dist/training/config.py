@@ -215,7 +215,9 @@ class ConfigParser:
             _check_keys(kept, self._sections, path)
             try:
                 values = self.parser.parse_object(kept, namespace=values)
-            except _MISFITS as error:
+            except OverflowError as error:
+                raise ValueError(f"{path}: {_name_longest(_list_values(kept))} is too large for a number") from error
+            except (ArgumentError, RecursionError) as error:
                 raise ValueError(f"{path}: {_explain(error, self.parser)}") from error
         for extra in self._argv:
             if extra.partition("=")[0] not in _unsupported_options() and not extra.startswith("--config."):
@@ -223,7 +225,16 @@ class ConfigParser:
             raise ValueError(f"unknown option {extra!r}; give a file by --config, or fields such as --model.name")
         try:
             values = self.parser.parse_args(self._argv, namespace=values)
-        except _MISFITS as error:
+        except OverflowError as error:
+            given = [word.partition("=") for word in self._argv]
+            before = ["", *self._argv]  # an option and its value may be two words
+            options = [
+                (option if sign else last, value or option)
+                for (option, sign, value), last in zip(given, before, strict=False)
+            ]
+            longest = _name_longest([(option.lstrip("-"), value) for option, value in options])
+            raise ValueError(f"{longest} is too large for a number") from error
+        except (ArgumentError, RecursionError) as error:
             raise ValueError(_explain(error, self.parser)) from error
         plain = {entry.name: values[entry.name] for entry in dataclasses.fields(Config)}
         _check_given({name: value for name, value in plain.items() if name not in SECTIONS}, Config, "")
@@ -329,8 +340,25 @@ def _check_given(values: Mapping[str, Any], kind: Any, prefix: str) -> None:
             raise ValueError(f"{prefix}{name} may not be null; leave it out for its default")
 
 
-_MISFITS = (ArgumentError, OverflowError, RecursionError)
-"""What the library raises for values that are not of a field's type, or of no type at all."""
+def _list_values(content: Mapping[str, Any], prefix: str = "") -> list[tuple[str, object]]:
+    """Every field of a file with its path."""
+    found: list[tuple[str, object]] = []
+    for key, value in content.items():
+        found += _list_values(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(f"{prefix}{key}", value)]
+    return found
+
+
+def _name_longest(values: Sequence[tuple[str, object]]) -> str:
+    """The field with the longest value, and the value: the library does not say which one it could not convert."""
+
+    def length(pair: tuple[str, object]) -> int:
+        value = pair[1]
+        if is_whole(value):
+            return int(value).bit_length() // 3
+        return len(value if isinstance(value, str) else show(value))
+
+    name, value = max(values, key=length)
+    return f"{name} {show(value)}"
 
 
 def _explain(error: Exception, parser: ArgumentParser) -> str:

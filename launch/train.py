@@ -18,6 +18,7 @@ from mpc_dist.training.accelerate import obey_accelerate
 from mpc_dist.training.auto import train_as_planned
 from mpc_dist.training.config import Config, ConfigParser
 from mpc_dist.training.loop import RankError
+from mpc_dist.validation import one_line
 
 EXIT_BAD_INPUT = 2
 
@@ -44,7 +45,8 @@ def main() -> int:
     except (ValueError, OSError) as error:
         # Every rank finds the same mistake, and one of them says it; what befell one rank only, that rank says.
         if launch.rank == 0 or isinstance(error, RankError):
-            Console(stderr=True).print(f"train.py: error: {error}", highlight=False, markup=False, soft_wrap=True)
+            said = f"train.py: error: {one_line(error)}"
+            Console(stderr=True).print(said, highlight=False, markup=False, soft_wrap=True)
         return EXIT_BAD_INPUT
     last = scores.get(config.model.num_blocks)
     if last is not None and launch.rank % config.data_parallel.degree == 0:

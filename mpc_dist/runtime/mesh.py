@@ -5,6 +5,7 @@ all-reduces of a stage stay on the host, and only activations cross between host
 """
 
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -117,8 +118,21 @@ def build_mesh(
 def join(launch: Launch, device_type: str, timeout: float) -> None:
     """Join the process group, if there is more than one process and it has not been joined yet."""
     if launch.world_size > 1 and not dist.is_initialized():
+        if is_one_host(os.environ) and (loopback := find_loopback()) is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # else gloo listens at the host's public address
         backend = "nccl" if device_type == "cuda" else "gloo"
         dist.init_process_group(backend=backend, timeout=timedelta(seconds=timeout))
+
+
+def is_one_host(environment: Mapping[str, str]) -> bool:
+    """Whether the launcher says that all ranks are on this host."""
+    here = environment.get("LOCAL_WORLD_SIZE")
+    return here is not None and here == environment.get("WORLD_SIZE")
+
+
+def find_loopback() -> str | None:
+    """The interface that only this host can reach; Linux and macOS name it differently."""
+    return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
 
 
 def leave() -> None:

@@ -4,6 +4,7 @@ Saving is done by a thread with a process group of its own: a rank only copies i
 different steps never wait for each other.
 """
 
+import shutil
 import threading
 import time
 import warnings
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -99,6 +101,9 @@ class CheckpointSaver:
             size = self._write_together(step, tensors, progress)
         except (CheckpointException, Exception) as error:
             failure = _first_reason(error)
+            if self._rank == 0:
+                # On a full disk the next save needs the room.
+                shutil.rmtree(partial_of(self._folder, step), ignore_errors=True)
         self._outcomes.append(SaveOutcome(step, time.perf_counter() - start, size, failure))
 
     def _write_together(self, step: int, tensors: dict[str, Tensor], progress: dict[str, Any]) -> int:
@@ -182,7 +187,11 @@ class SavedCheckpoint:
     def described(self) -> Mapping[str, Tensor]:
         """Every name there is, with an empty tensor of its shape and type."""
         found: dict[str, Tensor] = {}
-        for name, entry in HuggingFaceStorageReader(str(self.path)).read_metadata().state_dict_metadata.items():
+        try:
+            entries = HuggingFaceStorageReader(str(self.path)).read_metadata().state_dict_metadata
+        except (SafetensorError, OSError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+            raise OSError(f"checkpoint {self.path} cannot be read: {_first_reason(error)}") from error
+        for name, entry in entries.items():
             assert isinstance(entry, TensorStorageMetadata)
             found[name] = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
         return found

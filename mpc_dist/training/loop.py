@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from mpc_dist.data import Batch, Batches, Dataset
+from mpc_dist.document import write_whole
 from mpc_dist.models import build_parts
 from mpc_dist.planner.adapt import GrowingHorizon
 from mpc_dist.profile import SavedBytes
@@ -33,6 +34,7 @@ from mpc_dist.training.metrics import MetricsFile, forget_other_ranks, read_metr
 from mpc_dist.training.optimizer import LearningRate, build_optimizer
 from mpc_dist.training.resume import Resume, weights_fingerprint
 from mpc_dist.training.sections import DROP_ON_RISE
+from mpc_dist.training.size import check_stage_size
 from mpc_dist.windows import Windows, expand, tumbling
 
 NUM_TIMELINES = 20
@@ -70,6 +72,7 @@ def train(
     config.tracking.check_installed()
     data = config.data.load()
     parts = build_parts(config.trained_model, data.task, readout=config.readout, seed=config.seed)
+    check_stage_size(config, data.task, launch.rank // config.data_parallel.degree)
     batches = Batches(data.train, batch_size=config.batch_size * config.data_parallel.degree, seed=config.seed)
     timeout = timedelta(seconds=parallel.timeout)
     mesh = build_mesh(
@@ -259,7 +262,7 @@ class _Loop:
     def _write_start(self) -> None:
         mesh, config = self._mesh, self._config
         if mesh.stage == mesh.replica == 0:
-            (self._folder / "config.yaml").write_text(config.as_yaml(), encoding="utf-8")
+            write_whole(self._folder / "config.yaml", config.as_yaml())
         self._metrics.write(
             event="start",
             config=config.as_dict(),

@@ -8,10 +8,12 @@ from typing import Any, Literal
 import torch
 
 from mpc_dist.runtime.zero import ZeroSettings
-from mpc_dist.validation import check_real, check_whole, suggest
+from mpc_dist.validation import MAX_COUNT, check_path, check_real, check_whole, show, suggest
 from mpc_dist.windows import Windows, backprop, cumulative, expand, loco, sliding, tumbling
 
 DROP_ON_RISE = "drop_on_rise"
+MAX_SECONDS = 1e8
+"""Three years: more than that, torch and Python cannot wait."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class HorizonConfig:
     """adaptive: steps between decisions."""
 
     def __post_init__(self) -> None:
-        check_whole("horizon.every", self.every, minimum=1)
+        check_whole("horizon.every", self.every, minimum=1, maximum=MAX_COUNT)
         if self.mode != "fixed":
             return
         if self.windows in ("sliding", "cumulative", "tumbling"):
@@ -80,12 +82,12 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         check_whole("parallel.stages", self.stages, minimum=1)
         check_whole("parallel.microbatches", self.microbatches, minimum=1)
-        check_real("parallel.timeout", self.timeout, minimum=1)
+        check_real("parallel.timeout", self.timeout, minimum=1, maximum=MAX_SECONDS)
         if self.cap is not None:
             check_whole("parallel.cap", self.cap, minimum=1)
         if self.partition is not None and len(self.partition) != self.stages:
             raise ValueError(
-                f"parallel.partition has {len(self.partition)} stages but parallel.stages is {self.stages}; "
+                f"parallel.partition has {len(self.partition)} stages but parallel.stages is {show(self.stages)}; "
                 "make them agree"
             )
 
@@ -149,7 +151,7 @@ class OptimizerConfig:
         # ReduceLROnPlateau wants a loss at every step, which only the last rank has.
         known = {DROP_ON_RISE, *torch.optim.lr_scheduler.__all__} - {"LRScheduler", "ReduceLROnPlateau"}
         if self.scheduler is not None and self.scheduler not in known:
-            raise ValueError(f"unknown optimizer.scheduler {self.scheduler!r}; {suggest(self.scheduler, known)}")
+            raise ValueError(f"unknown optimizer.scheduler {show(self.scheduler)}; {suggest(self.scheduler, known)}")
 
 
 @dataclass(frozen=True)
@@ -177,7 +179,8 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         for name in ("steps", "log_every", "eval_every", "eval_batches"):
-            check_whole(f"training.{name}", getattr(self, name), minimum=1)
+            check_whole(f"training.{name}", getattr(self, name), minimum=1, maximum=MAX_COUNT)
+        check_path("training.folder", self.folder)
         if self.clip_norm is not None:
             check_real("training.clip_norm", self.clip_norm, minimum=0)
 
@@ -198,8 +201,9 @@ class CheckpointsConfig:
 
     def __post_init__(self) -> None:
         if self.every is not None:
-            check_whole("checkpoints.every", self.every, minimum=0)
-        check_whole("checkpoints.keep", self.keep, minimum=1)
+            check_whole("checkpoints.every", self.every, minimum=0, maximum=MAX_COUNT)
+        check_whole("checkpoints.keep", self.keep, minimum=1, maximum=MAX_COUNT)
+        check_path("checkpoints.resume", self.resume)
 
     def is_due(self, step: int, *, last: int) -> bool:
         """Whether there is one after this step."""

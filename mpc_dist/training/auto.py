@@ -10,6 +10,7 @@ from mpc_dist.planner.plan import Plan
 from mpc_dist.planner.search import Request
 from mpc_dist.runtime.mesh import Launch, join
 from mpc_dist.runtime.stage import Score
+from mpc_dist.training.attempt import go_on_if_begun
 from mpc_dist.training.checkpoint_folder import folder_of, list_checkpoints
 from mpc_dist.training.config import Config
 from mpc_dist.training.loop import DrawRun, train
@@ -24,6 +25,7 @@ def train_as_planned(
     config: Config, launch: Launch, plan_file: Path | None = None, *, draw: DrawRun | None = None
 ) -> tuple[Config, dict[int, Score]]:
     """Train by the plan, if there is one; the configuration that was run, and the last evaluation."""
+    config = go_on_if_begun(config, launch)
     written = Path(config.training.folder) / PLAN_FILE
     if plan_file is not None:
         plan = Plan.read(plan_file)

@@ -7,6 +7,7 @@ from datetime import timedelta
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -21,9 +22,12 @@ from mpc_dist.readout import LOSSES
 from mpc_dist.runtime.executor import StepRecord
 from mpc_dist.runtime.mesh import Launch, Mesh, build_mesh, check_world
 from mpc_dist.runtime.pipeline import Pipeline
+from mpc_dist.runtime.preemption import Preempted, Preemption
 from mpc_dist.runtime.stage import Score, StageOptions
+from mpc_dist.runtime.transport import PeerError
 from mpc_dist.runtime.zero import check_settings
 from mpc_dist.schedule import Costs, lay_out
+from mpc_dist.training.attempt import note_begun
 from mpc_dist.training.checkpoint import CheckpointSaver, SavedCheckpoint
 from mpc_dist.training.checkpoint_folder import folder_of
 from mpc_dist.training.config import Config
@@ -80,6 +84,8 @@ def train(
         timeout=timeout,
     )
     saved = resume.choose(mesh)
+    note_begun(config, launch)
+    preemption = Preemption(launch, after=0 if saved is None else saved.state.step, grace=config.checkpoints.grace)
     growing = GrowingHorizon(mesh.num_stages) if config.horizon.mode == "adaptive" else None
     if growing is not None and saved is not None and saved.state.progress["horizon"] is not None:
         growing.load_state_dict(saved.state.progress["horizon"])
@@ -114,8 +120,8 @@ def train(
             draw=None if draw is None else partial(draw, config, costs),
             is_resumed=saved is not None and resume.is_own(saved),
         )
-        with pipeline, journal:
-            loop = _Loop(config, launch, mesh, pipeline, data, batches, growing, journal, is_quiet=is_quiet)
+        with preemption, pipeline, journal:
+            loop = _Loop(config, launch, mesh, pipeline, data, batches, growing, journal, preemption, is_quiet=is_quiet)
             return loop.run(saved, is_continued=saved is not None and resume.is_own(saved))
     except (ValueError, OSError) as error:
         if launch.world_size == 1:
@@ -141,6 +147,7 @@ class _Loop:
         batches: Batches,
         growing: GrowingHorizon | None,
         journal: Journal,
+        preemption: Preemption,
         *,
         is_quiet: bool,
     ) -> None:
@@ -168,6 +175,7 @@ class _Loop:
         self._save_failure: str | None = None
         self._rank = launch.rank
         self._listener = journal.put
+        self._preemption = preemption
 
     def run(self, saved: SavedCheckpoint | None, *, is_continued: bool) -> dict[int, Score]:
         """Train to the end, evaluating and saving on the way.
@@ -190,6 +198,8 @@ class _Loop:
         with shown as progress:
             bar = None if progress is None else progress.add_task("training", total=training.steps, completed=first - 1)
             for step in range(first, training.steps + 1):
+                if not self._preemption.begin(step):
+                    self._stop(step - 1, is_saved=step == first)
                 self._train_step(step, is_first=step == first)
                 if self._growing is not None and step % self._config.horizon.every == 0:
                     self._adapt(step, self._growing)
@@ -243,10 +253,26 @@ class _Loop:
         self._metrics.write(event="checkpoint", step=step, stall_seconds=time.perf_counter() - start)
         self._report_saves()
 
+    def _stop(self, step: int, *, is_saved: bool) -> NoReturn:
+        """Save, unless this was just done, and end as one that was asked to."""
+        checkpoints = self._config.checkpoints
+        if not is_saved and checkpoints.every != 0 and not checkpoints.is_due(step, last=self._config.training.steps):
+            self._save(step)
+        self._saver.wait()
+        self._report_saves()
+        if self._save_failure is not None:
+            raise OSError(f"stopped by a signal after step {step}, but it could not be saved: {self._save_failure}")
+        self._metrics.write(event="preempted", step=step)
+        self._preemption.leave()
+        raise Preempted(step, is_saved=checkpoints.every != 0)
+
     def _report_saves(self) -> None:
         """Write down how saves went that have ended."""
         for outcome in self._saver.take_outcomes():
             self._metrics.write(event="saved", **vars(outcome))
+            if outcome.is_peer_lost:
+                # Its group does not work any more: there would never be another checkpoint.
+                raise PeerError(f"rank {self._rank} lost another rank while saving: {outcome.failure}")
             self._save_failure = outcome.failure
             if outcome.failure is not None:
                 self._say(f"the checkpoint after step {outcome.step} could not be saved: {outcome.failure}")

@@ -1,6 +1,7 @@
 """Metrics as JSON lines: a file per rank in the run folder, so that no rank waits for another to report."""
 
 import json
+import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,8 +25,9 @@ class MetricsFile:
         folder.mkdir(parents=True, exist_ok=True)
         self._path = metrics_path(folder, rank)
         before = self._path.read_bytes() if is_continued and self._path.exists() else b""
-        # A line that was cut off by the interruption is dropped.
-        self._path.write_bytes(before[: before.rfind(b"\n") + 1])
+        self._path.touch()
+        # A line that was cut off by the interruption is dropped; what came before it stays where it is.
+        os.truncate(self._path, before.rfind(b"\n") + 1)
 
     def write(self, **values: Any) -> None:
         """Add a line; the time is added to it."""

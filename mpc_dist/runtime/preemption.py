@@ -38,11 +38,11 @@ PERIOD_PER_RANK = 0.002
 """With very many ranks, each looks less often."""
 ANSWER_SECONDS = 10.0
 """How long a rank may take to promise: its thread looks every second, whatever training does."""
-FAILURE_SECONDS = 5.0
+FAILURE_SECONDS = 3.0
 """How long training may take to end itself when ranks could not agree."""
 LAUNCHER_SECONDS = 5.0
 """How long a launcher may take to pass on that it ends."""
-_ASKED, _PROMISE, _STOP = "asked", "promise", "stop"
+_ASKED, _PROMISE, _STOP, _GONE = "asked", "promise", "stop", "gone"
 
 
 class Preempted(Exception):  # noqa: N818  (it is not an error)
@@ -114,8 +114,11 @@ class Preemption:
         self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._closed.set()
+        if self._store is not None and kind not in (None, Preempted):
+            with contextlib.suppress(RuntimeError):
+                self._store.set(_GONE, str(self._launch.rank))  # whoever waits for an answer need not wait for it
         with contextlib.suppress(OSError):
             self._writer.send(b"\0")
         self._thread.join(self._period + ANSWER_SECONDS)
@@ -217,5 +220,8 @@ def _open(store: Store | None) -> Store | None:
 
 
 def _await(store: Store, keys: list[str], deadline: float) -> None:
+    """Wait for keys; no longer than until the deadline, or until a rank says that it has failed."""
     while not store.check(keys) and time.monotonic() < deadline:
+        if store.check([_GONE]):
+            raise PeerError(f"rank {store.get(_GONE).decode()} has failed")
         time.sleep(0.02)

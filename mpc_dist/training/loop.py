@@ -16,16 +16,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from mpc_dist.data import Batch, Batches, Dataset
 from mpc_dist.models import build_parts
+from mpc_dist.models.block_model import Parts
 from mpc_dist.planner.adapt import GrowingHorizon
 from mpc_dist.profile import SavedBytes
 from mpc_dist.readout import LOSSES
 from mpc_dist.runtime.executor import StepRecord
-from mpc_dist.runtime.mesh import Launch, Mesh, build_mesh, check_world
+from mpc_dist.runtime.mesh import Launch, Mesh, build_mesh, check_world, join
 from mpc_dist.runtime.pipeline import Pipeline
 from mpc_dist.runtime.preemption import Preempted, Preemption
+from mpc_dist.runtime.pulse import blame_silent
 from mpc_dist.runtime.stage import Score, StageOptions
 from mpc_dist.runtime.transport import PeerError
-from mpc_dist.runtime.zero import check_settings
+from mpc_dist.runtime.zero import ZeroSettings, check_settings
 from mpc_dist.schedule import Costs, lay_out
 from mpc_dist.training.attempt import note_begun
 from mpc_dist.training.checkpoint import CheckpointSaver, SavedCheckpoint
@@ -75,6 +77,25 @@ def train(
     data = config.data.load()
     parts = build_parts(config.trained_model, data.task, readout=config.readout.kind, seed=config.seed)
     batches = Batches(data.train, batch_size=config.batch_size * config.data_parallel.degree, seed=config.seed)
+    join(launch, config.torch_device.type, parallel.timeout)
+    with blame_silent(launch):
+        return _train_together(config, launch, resume, zero, data, parts, batches, costs, draw, is_quiet=is_quiet)
+
+
+def _train_together(
+    config: Config,
+    launch: Launch,
+    resume: Resume,
+    zero: ZeroSettings | None,
+    data: Dataset,
+    parts: Parts,
+    batches: Batches,
+    costs: Costs | None,
+    draw: DrawRun | None,
+    *,
+    is_quiet: bool,
+) -> dict[int, Score]:
+    parallel = config.parallel
     timeout = timedelta(seconds=parallel.timeout)
     mesh = build_mesh(
         launch,

@@ -82,7 +82,7 @@ def run_rank(
         auto.train_as_planned(config, launch)
         code = 0
     except Preempted as stopped:
-        print(stopped, file=sys.stderr)
+        sys.stderr.write(f"{stopped}\n")
         code = EXIT_PREEMPTED
     except BaseException:
         traceback.print_exc()
@@ -137,7 +137,7 @@ class _Job:
 def _attempt(job: _Job) -> Attempt:
     config, folder, number = job.config, job.folder, job.number
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "tests.reliability.strike", "mpc_dist.training.auto"])
+    context.set_forkserver_preload([__name__, "tests.reliability.strike", "mpc_dist.training.auto", "torch._dynamo"])
     store = TCPStore("127.0.0.1", 0, config.num_ranks, is_master=True, wait_for_workers=False)
     arguments = (config, store.port, number, job.strike, folder, job.counts)
     ranks = [context.Process(target=run_rank, args=(rank, *arguments)) for rank in range(config.num_ranks)]

@@ -108,6 +108,6 @@ def check(outcome: Outcome, config: Config, reference: Reference, strikes: list[
     for strike, attempt in zip(strikes, outcome.attempts, strict=False):
         if strike.signal == signal.SIGSTOP:
             others = [text for rank, text in enumerate(attempt.errors) if rank != strike.rank]
-            assert any(f"rank {strike.rank}" in text for text in others), (strike, others)
+            assert any(f"no sign of life of rank {strike.rank}" in text for text in others), (strike, others)
             assert attempt.seconds_to_notice is not None
             assert attempt.seconds_to_notice < STOP_TIMEOUT + 5, strike

@@ -1,4 +1,4 @@
-"""The Slurm script, run by bash with stand-ins for srun, scontrol and torchrun: what is passed on, and when it requeues."""
+"""The Slurm script, run by bash with stand-ins for srun, scontrol and torchrun: what it passes on, when it requeues."""
 
 import os
 import signal

@@ -95,9 +95,11 @@ def check(outcome: Outcome, config: Config, reference: Reference, strikes: list[
         assert loss == reference.losses[key], (key, strikes)
     assert dict(written).keys() == reference.losses.keys()
     weights = read_weights(folder)
-    assert weights.keys() == reference.weights.keys()
-    for name, tensor in reference.weights.items():
-        assert torch.equal(weights[name], tensor), name
+    # A horizon that has grown leaves readouts behind, for good: one that comes back does not have them any more.
+    left_behind = {name for name in reference.weights if config.horizon.mode == "adaptive" and "readouts.2." in name}
+    assert reference.weights.keys() - left_behind <= weights.keys() <= reference.weights.keys()
+    for name, tensor in weights.items():
+        assert torch.equal(reference.weights[name], tensor), name
     # The last attempt went on from the newest checkpoint that there was.
     newest = outcome.attempts[-2].last_checkpoint
     for rank in range(config.num_ranks):

@@ -2,13 +2,14 @@
 
 import random
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.reliability.agent import run_job
 from tests.reliability.points import GROWING, JOBS, Reference, build, check, choose_strike, make_reference
-from tests.reliability.strike import ACTIONS, EVALUATION, HORIZON, PHASES, SAVE, START
+from tests.reliability.strike import ACTIONS, EVALUATION, HORIZON, PHASES, SAVE, START, Strike
 
 SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP)
 NUM_POINTS = 208
@@ -68,3 +69,20 @@ def test_a_job_struck_at_random_comes_back_as_the_undisturbed_one(seed, referenc
         outcome = run_job(config, tmp_path / f"job{point}", strikes, deadline=300)
         # What is left to do after a first strike may be too little for the second to fall.
         check(outcome, config, references[job], strikes[: max(1, len(outcome.attempts) - 1)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["first", "last"])
+@pytest.mark.parametrize("job", JOBS)
+def test_a_dead_rank_is_noticed_by_all_others_within_ten_seconds(job, which, references, tmp_path: Path, capsys):
+    """By themselves, with the default timeout of ten minutes: a launcher on another host tells them nothing."""
+    config = build(job, tmp_path / "run", "--training.steps", "1000")
+    rank = 0 if which == "first" else config.num_ranks - 1
+    strike = Strike(ACTIONS, rank, references[job].counts[ACTIONS, rank] // 2, signal.SIGKILL)
+    (attempt,) = run_job(config, tmp_path / "job", [strike], max_restarts=0, tells_others=False).attempts
+    assert attempt.exit_codes[rank] == -signal.SIGKILL
+    assert all(code != 0 for code in attempt.exit_codes)
+    assert attempt.seconds_to_end is not None
+    with capsys.disabled():
+        sys.stdout.write(f"\n{job}, {which} rank: noticed by all after {attempt.seconds_to_end:.1f} s\n")
+    assert attempt.seconds_to_end < 10

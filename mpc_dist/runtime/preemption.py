@@ -78,7 +78,6 @@ class Preemption:
         self._closed = threading.Event()
         self._signalled_since = threading.Event()
         self._is_saved = False
-        self._reader, self._writer = socket.socketpair()
         self._thread = threading.Thread(target=self._listen, name="preemption", daemon=True)
         self._handlers: dict[int, Any] = {}
         self._wakeup = -1
@@ -91,7 +90,7 @@ class Preemption:
                 return True
         self._decided.wait(self._grace)  # the thread always decides, or ends the process
         if self._stop is None:
-            raise PeerError(f"rank {self._launch.rank} was asked to stop, but {self._failure}")
+            raise PeerError(f"rank {self._launch.rank} was asked to stop, but {self._failure or 'got no answer'}")
         return step <= self._stop
 
     def leave(self) -> None:
@@ -105,6 +104,7 @@ class Preemption:
         self._signalled_since.wait(LAUNCHER_SECONDS)
 
     def __enter__(self) -> "Preemption":
+        self._reader, self._writer = socket.socketpair()
         if threading.current_thread() is threading.main_thread():
             for end in (self._reader, self._writer):
                 end.setblocking(False)

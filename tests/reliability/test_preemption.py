@@ -42,7 +42,7 @@ def send(config: Config, signals: dict[int, signal.Signals]) -> Callable[[list[A
 @pytest.mark.parametrize(
     ("job", "rank", "number"),
     [
-        (ONE, 0, signal.SIGTERM),
+        pytest.param(ONE, 0, signal.SIGTERM, marks=pytest.mark.slow),
         ("back-propagation on 3 stages, split", 1, signal.SIGUSR1),
         pytest.param("horizon 1 on 2 stages", 1, signal.SIGTERM, marks=pytest.mark.slow),
         pytest.param("2 stages x 2 replicas, shared head", 3, signal.SIGTERM, marks=pytest.mark.slow),
@@ -69,6 +69,7 @@ def test_one_rank_is_signalled_and_all_stop_after_the_same_step(job, rank, numbe
     assert dict(stopped) == dict(whole)
 
 
+@pytest.mark.slow
 def test_if_a_rank_does_not_answer_the_others_end_in_time_and_say_which(tmp_path: Path):
     config = build("horizon 1 on 2 stages", tmp_path / "run", *ENDLESS, "--checkpoints.every", "1")
     times: list[float] = []

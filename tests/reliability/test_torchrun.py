@@ -83,14 +83,15 @@ def test_torchrun_brings_a_struck_job_back(phase, how, reference, tmp_path: Path
     assert dict(losses) == dict(reference.losses)
     assert all(reference.losses[key] == loss for key, loss in losses)
     if how == signal.SIGSTOP:
-        assert f"gave up receiving from rank {strike.rank}" in said or f"rank {strike.rank}" in said
+        assert f"no sign of life of rank {strike.rank}" in said
 
 
 def starts(folder: Path) -> list[int]:
     return [sum(line["event"] == "start" for line in read_metrics(folder, rank)) for rank in range(2)]
 
 
-@pytest.mark.parametrize("whom", ["a rank", pytest.param("the launcher", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("whom", ["a rank", "the launcher"])
 def test_a_preempted_job_is_saved_and_not_started_again(whom, tmp_path: Path):
     with torchrun("launch/train.py", tmp_path, *ENDLESS, "--checkpoints.every", "5") as job:
         wait_for_checkpoints(tmp_path)

@@ -281,11 +281,12 @@ class _Loop:
             self._save(step)
         self._saver.wait()
         self._report_saves()
+        self._pipeline.close()  # without checkpoints, a neighbour may still be on its way to this step
         if self._save_failure is not None:
             raise OSError(f"stopped by a signal after step {step}, but it could not be saved: {self._save_failure}")
         self._metrics.write(event="preempted", step=step)
         self._preemption.leave()
-        raise Preempted(step, is_saved=checkpoints.every != 0)
+        raise Preempted(step, is_saved=checkpoints.every != 0 and step > 0)
 
     def _report_saves(self) -> None:
         """Write down how saves went that have ended."""

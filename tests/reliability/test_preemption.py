@@ -70,6 +70,15 @@ def test_one_rank_is_signalled_and_all_stop_after_the_same_step(job, rank, numbe
 
 
 @pytest.mark.slow
+def test_without_checkpoints_all_stop_alike_and_keep_nothing(tmp_path: Path):
+    config = build("horizon 1 on 2 stages", tmp_path / "run", *ENDLESS, "--checkpoints.every", "0")
+    (attempt,) = run_job(config, tmp_path / "job", meanwhile=send(config, {1: signal.SIGTERM})).attempts
+    assert set(attempt.exit_codes) == {EXIT_PREEMPTED}, attempt.errors
+    assert all("of which nothing is kept" in said for said in attempt.errors)
+    assert not folder_of(tmp_path / "run").exists()
+
+
+@pytest.mark.slow
 def test_if_a_rank_does_not_answer_the_others_end_in_time_and_say_which(tmp_path: Path):
     config = build("horizon 1 on 2 stages", tmp_path / "run", *ENDLESS, "--checkpoints.every", "1")
     times: list[float] = []

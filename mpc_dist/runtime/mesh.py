@@ -12,6 +12,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
+
+from mpc_dist.runtime.meeting import meet
 
 PIPELINE, DATA = "pipeline", "data"
 
@@ -136,8 +139,10 @@ def build_mesh(
 def join(launch: Launch, device_type: str, timeout: float) -> None:
     """Join the process group, if there is more than one process and it has not been joined yet."""
     if launch.world_size > 1 and not dist.is_initialized():
-        backend = "nccl" if device_type == "cuda" else "gloo"
-        dist.init_process_group(backend=backend, timeout=timedelta(seconds=timeout))
+        backend, limit = "nccl" if device_type == "cuda" else "gloo", timedelta(seconds=timeout)
+        shared, rank, num_ranks = next(rendezvous("env://", launch.rank, launch.world_size, timeout=limit))
+        store = meet(shared, rank=rank, num_ranks=num_ranks, timeout=limit)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=limit)
 
 
 def leave() -> None:

@@ -13,10 +13,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
+
+from mpc_dist.runtime.meeting import meet
 
 PIPELINE, DATA = "pipeline", "data"
-BACKGROUND_TIMEOUT = timedelta(hours=1)
-"""Ranks with little to write wait for the one with most; nobody's training does."""
 
 
 @dataclass(frozen=True)
@@ -28,19 +29,40 @@ class Launch:
     local_rank: int = 0
     accelerate: Mapping[str, str] = field(default_factory=dict)
     """The ACCELERATE_* variables, in which `accelerate launch` hands on its file; empty under other launchers."""
+    job: str | None = None
+    """What the job is called, over all its attempts; None if nothing would start it again."""
+    attempt: int = 0
+    """How often the job was started before: by torchrun after a failure, or by Slurm after a requeue."""
+    restarts_left: int = 0
+    """How often the launcher would start the job again if a rank failed."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "Launch":
         """As set by torchrun, accelerate and deepspeed; a single process without them."""
         defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        attempts = dict.fromkeys(
+            ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "SLURM_RESTART_COUNT"), "0"
+        )
         try:
             rank, world_size, local_rank = (int(environment.get(name, given)) for name, given in defaults.items())
         except ValueError as error:
             raise ValueError(f"RANK, WORLD_SIZE and LOCAL_RANK must be whole numbers ({error})") from error
+        try:
+            restarts, most, requeues = (int(environment.get(name, "0")) for name in attempts)
+        except ValueError as error:
+            raise ValueError(f"{', '.join(attempts)} must be whole numbers ({error})") from error
         accelerate = {name: value for name, value in environment.items() if name.startswith("ACCELERATE_")}
         # It always sets this one; others may be left over in a shell.
         is_launched = "ACCELERATE_MIXED_PRECISION" in accelerate
-        return cls(rank, world_size, local_rank, accelerate if is_launched else {})
+        return cls(
+            rank,
+            world_size,
+            local_rank,
+            accelerate if is_launched else {},
+            job=environment.get("TORCHELASTIC_RUN_ID"),
+            attempt=restarts + requeues,
+            restarts_left=max(0, most - restarts),
+        )
 
 
 @dataclass(frozen=True)
@@ -110,7 +132,7 @@ def build_mesh(
         upward=directions["upward"],
         stages=mesh.get_group(PIPELINE),
         replicas=mesh.get_group(DATA) if num_replicas > 1 else None,
-        background=dist.new_group(backend="gloo", timeout=max(timeout, BACKGROUND_TIMEOUT)),
+        background=dist.new_group(backend="gloo", timeout=timeout),
         timeout=timeout,
     )
 
@@ -120,8 +142,10 @@ def join(launch: Launch, device_type: str, timeout: float) -> None:
     if launch.world_size > 1 and not dist.is_initialized():
         if is_one_host(os.environ) and (loopback := find_loopback()) is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # else gloo listens at the host's public address
-        backend = "nccl" if device_type == "cuda" else "gloo"
-        dist.init_process_group(backend=backend, timeout=timedelta(seconds=timeout))
+        backend, limit = "nccl" if device_type == "cuda" else "gloo", timedelta(seconds=timeout)
+        shared, rank, num_ranks = next(rendezvous("env://", launch.rank, launch.world_size, timeout=limit))
+        store = meet(shared, rank=rank, num_ranks=num_ranks, timeout=limit)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=limit)
 
 
 def is_one_host(environment: Mapping[str, str]) -> bool:

@@ -10,6 +10,7 @@ from mpc_dist.planner.plan import Plan
 from mpc_dist.planner.search import Request
 from mpc_dist.runtime.mesh import Launch, join
 from mpc_dist.runtime.stage import Score
+from mpc_dist.training.attempt import go_on_if_begun
 from mpc_dist.training.checkpoint_folder import folder_of, list_checkpoints
 from mpc_dist.training.config import Config
 from mpc_dist.training.loop import DrawRun, train
@@ -30,7 +31,7 @@ def train_as_planned(
     """
     plan = None if plan_file is None else Plan.read(plan_file)
     with lock_run(Path(config.training.folder), rank=launch.rank):
-        return _train_locked(config, launch, plan, draw)
+        return _train_locked(go_on_if_begun(config, launch), launch, plan, draw)
 
 
 def _train_locked(

@@ -47,6 +47,8 @@ class SaveOutcome:
     """Bytes that this rank wrote."""
     failure: str | None
     """Why there is no checkpoint; the ones before it are intact."""
+    is_peer_lost: bool = False
+    """Whether another rank did not take part in time, or is gone."""
 
 
 class CheckpointSaver:
@@ -96,15 +98,17 @@ class CheckpointSaver:
         return found
 
     def _write(self, step: int, tensors: dict[str, Tensor], progress: dict[str, Any]) -> None:
-        start, size, failure = time.perf_counter(), 0, None
+        start, size, failure, is_peer_lost = time.perf_counter(), 0, None, False
         try:
             size = self._write_together(step, tensors, progress)
         except (CheckpointException, Exception) as error:
             failure = _first_reason(error)
+            # What a rank raises while it writes comes as the library's exception; the group raises this one.
+            is_peer_lost = self._group is not None and isinstance(error, RuntimeError)
             if self._rank == 0:
                 # On a full disk the next save needs the room.
                 shutil.rmtree(partial_of(self._folder, step), ignore_errors=True)
-        self._outcomes.append(SaveOutcome(step, time.perf_counter() - start, size, failure))
+        self._outcomes.append(SaveOutcome(step, time.perf_counter() - start, size, failure, is_peer_lost))
 
     def _write_together(self, step: int, tensors: dict[str, Tensor], progress: dict[str, Any]) -> int:
         partial = partial_of(self._folder, step)

@@ -7,6 +7,7 @@ from datetime import timedelta
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -16,15 +17,20 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from mpc_dist.data import Batch, Batches, Dataset
 from mpc_dist.document import write_whole
 from mpc_dist.models import build_parts
+from mpc_dist.models.block_model import Parts
 from mpc_dist.planner.adapt import GrowingHorizon
 from mpc_dist.profile import SavedBytes
 from mpc_dist.readout import LOSSES
 from mpc_dist.runtime.executor import StepRecord
-from mpc_dist.runtime.mesh import Launch, Mesh, build_mesh, check_world
+from mpc_dist.runtime.mesh import Launch, Mesh, build_mesh, check_world, join
 from mpc_dist.runtime.pipeline import Pipeline
+from mpc_dist.runtime.preemption import Preempted, Preemption
+from mpc_dist.runtime.pulse import blame_silent
 from mpc_dist.runtime.stage import Score, StageOptions
-from mpc_dist.runtime.zero import check_settings
+from mpc_dist.runtime.transport import PeerError
+from mpc_dist.runtime.zero import ZeroSettings, check_settings
 from mpc_dist.schedule import Costs, lay_out
+from mpc_dist.training.attempt import note_begun
 from mpc_dist.training.checkpoint import CheckpointSaver, SavedCheckpoint
 from mpc_dist.training.checkpoint_folder import folder_of
 from mpc_dist.training.config import Config
@@ -74,6 +80,25 @@ def train(
     parts = build_parts(config.trained_model, data.task, readout=config.readout, seed=config.seed)
     check_stage_size(config, data.task, launch.rank // config.data_parallel.degree)
     batches = Batches(data.train, batch_size=config.batch_size * config.data_parallel.degree, seed=config.seed)
+    join(launch, config.torch_device.type, parallel.timeout)
+    with blame_silent(launch):
+        return _train_together(config, launch, resume, zero, data, parts, batches, costs, draw, is_quiet=is_quiet)
+
+
+def _train_together(
+    config: Config,
+    launch: Launch,
+    resume: Resume,
+    zero: ZeroSettings | None,
+    data: Dataset,
+    parts: Parts,
+    batches: Batches,
+    costs: Costs | None,
+    draw: DrawRun | None,
+    *,
+    is_quiet: bool,
+) -> dict[int, Score]:
+    parallel = config.parallel
     timeout = timedelta(seconds=parallel.timeout)
     mesh = build_mesh(
         launch,
@@ -83,6 +108,8 @@ def train(
         timeout=timeout,
     )
     saved = resume.choose(mesh)
+    note_begun(config, launch)
+    preemption = Preemption(launch, after=0 if saved is None else saved.state.step, grace=config.checkpoints.grace)
     growing = GrowingHorizon(mesh.num_stages) if config.horizon.mode == "adaptive" else None
     if growing is not None and saved is not None and saved.state.progress["horizon"] is not None:
         growing.load_state_dict(saved.state.progress["horizon"])
@@ -117,8 +144,8 @@ def train(
             draw=None if draw is None else partial(draw, config, costs),
             is_resumed=saved is not None and resume.is_own(saved),
         )
-        with pipeline, journal:
-            loop = _Loop(config, launch, mesh, pipeline, data, batches, growing, journal, is_quiet=is_quiet)
+        with preemption, pipeline, journal:
+            loop = _Loop(config, launch, mesh, pipeline, data, batches, growing, journal, preemption, is_quiet=is_quiet)
             return loop.run(saved, is_continued=saved is not None and resume.is_own(saved))
     except (ValueError, OSError) as error:
         if launch.world_size == 1:
@@ -144,6 +171,7 @@ class _Loop:
         batches: Batches,
         growing: GrowingHorizon | None,
         journal: Journal,
+        preemption: Preemption,
         *,
         is_quiet: bool,
     ) -> None:
@@ -171,6 +199,7 @@ class _Loop:
         self._save_failure: str | None = None
         self._rank = launch.rank
         self._listener = journal.put
+        self._preemption = preemption
 
     def run(self, saved: SavedCheckpoint | None, *, is_continued: bool) -> dict[int, Score]:
         """Train to the end, evaluating and saving on the way.
@@ -193,6 +222,8 @@ class _Loop:
         with shown as progress:
             bar = None if progress is None else progress.add_task("training", total=training.steps, completed=first - 1)
             for step in range(first, training.steps + 1):
+                if not self._preemption.begin(step):
+                    self._stop(step - 1, is_saved=step == first)
                 self._train_step(step, is_first=step == first)
                 if self._growing is not None and step % self._config.horizon.every == 0:
                     self._adapt(step, self._growing)
@@ -246,10 +277,27 @@ class _Loop:
         self._metrics.write(event="checkpoint", step=step, stall_seconds=time.perf_counter() - start)
         self._report_saves()
 
+    def _stop(self, step: int, *, is_saved: bool) -> NoReturn:
+        """Save, unless this was just done, and end as one that was asked to."""
+        checkpoints = self._config.checkpoints
+        if not is_saved and checkpoints.every != 0 and not checkpoints.is_due(step, last=self._config.training.steps):
+            self._save(step)
+        self._saver.wait()
+        self._report_saves()
+        self._pipeline.close()  # without checkpoints, a neighbour may still be on its way to this step
+        if self._save_failure is not None:
+            raise OSError(f"stopped by a signal after step {step}, but it could not be saved: {self._save_failure}")
+        self._metrics.write(event="preempted", step=step)
+        self._preemption.leave()
+        raise Preempted(step, is_saved=checkpoints.every != 0 and step > 0)
+
     def _report_saves(self) -> None:
         """Write down how saves went that have ended."""
         for outcome in self._saver.take_outcomes():
             self._metrics.write(event="saved", **vars(outcome))
+            if outcome.is_peer_lost:
+                # Its group does not work any more: there would never be another checkpoint.
+                raise PeerError(f"rank {self._rank} lost another rank while saving: {outcome.failure}")
             self._save_failure = outcome.failure
             if outcome.failure is not None:
                 self._say(f"the checkpoint after step {outcome.step} could not be saved: {outcome.failure}")

@@ -199,9 +199,14 @@ class CheckpointsConfig:
     A run that began from another and is started again goes on from its own; with a checkpoint of its own, it goes back
     to that and drops later ones."""
 
+    grace: float = 25.0
+    """Most seconds from SIGTERM or SIGUSR1 to the end: the step is finished and saved, and every rank exits with code
+    75. The launcher must give more (torchrun --shutdown-timeout, 30 by default)."""
+
     def __post_init__(self) -> None:
         if self.every is not None:
             check_whole("checkpoints.every", self.every, minimum=0, maximum=MAX_COUNT)
+        check_real("checkpoints.grace", self.grace, minimum=1)
         check_whole("checkpoints.keep", self.keep, minimum=1, maximum=MAX_COUNT)
         check_path("checkpoints.resume", self.resume)
 

@@ -136,7 +136,7 @@ def _build_cells(quick: bool) -> Mapping[str, Cell]:
         tumbling=() if quick else (3,),
         shared=(),
         batch_size=32,
-        steps=8 if quick else 50,
+        steps=8 if quick else 40,
         seeds=(0,) if quick else (0, 1),
         test_batches=1,
     )

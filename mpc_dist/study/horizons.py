@@ -70,7 +70,7 @@ FULL = Sizes(
     epochs=40,
     seeds=3,
     resnet=ResNetCifar(channels=4),
-    resnet_horizons=(1, 2, 3, 5, 10, 20, 30),
+    resnet_horizons=(1, 2, 3, 10, 30),
     resnet_steps=200,
     resnet_seeds=2,
 )

@@ -189,11 +189,15 @@ class Rates:
         moments = self.squares if late else self.squares[:, :1]
         return np.asarray(moments.mean(axis=1)[:, [h - 1 for h in self.horizons]])
 
-    def worst_gap(self, *, late: bool) -> float:
-        """The mean over seeds and horizons below T of |r - cos^2|; infinite if a run blew up."""
-        measured = self.late if late else self.early
-        gap = float(np.abs(measured - self.expected(late=late))[:, :-1].mean())
-        return gap if math.isfinite(gap) else math.inf
+    def mean_gap(self, *, late: bool) -> float:
+        """The mean of |r - cos^2| over the runs of horizons below T that did not blow up; infinite if all did."""
+        gaps = np.abs((self.late if late else self.early) - self.expected(late=late))[:, :-1]
+        return float(np.nanmean(gaps)) if np.isfinite(gaps).any() else math.inf
+
+    @property
+    def num_lost(self) -> int:
+        """How many runs of horizons below T blew up."""
+        return int(np.isnan(self.late[:, :-1]).sum())
 
 
 def relative_rate(loss: float, *, start: float, full: float) -> float:

@@ -1,6 +1,5 @@
 """What the records of `theory` say: verdicts, tables and figures."""
 
-import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
@@ -78,13 +77,19 @@ def _judge_cubic(orders: Orders) -> Verdict:
 
 
 def _judge_rates(rates: Sequence[Rates]) -> Verdict:
-    early = {one.title: one.worst_gap(late=False) for one in rates}
-    late = {one.title: one.worst_gap(late=True) for one in rates}
+    early = {one.title: one.mean_gap(late=False) for one in rates}
+    late = {one.title: one.mean_gap(late=True) for one in rates}
+    lost = {one.title: one.num_lost for one in rates}
     values = [*early.values(), *late.values()]
+    is_close = max(values) <= CLOSE and not any(lost.values())
     word: VerdictWord = (
-        "confirmed" if max(values) <= CLOSE else "confirmed with limits" if min(values) <= ROUGH else "not confirmed"
+        "confirmed" if is_close else "confirmed with limits" if min(values) <= ROUGH else "not confirmed"
     )
-    numbers = "; ".join(f"{title} {early[title]:.2f} early, {late[title]:.2f} late" for title in early)
+    numbers = "; ".join(
+        f"{title} {early[title]:.2f} early, {late[title]:.2f} late"
+        + (f" (runs with 1 < h < T that blew up: {lost[title]})" if lost[title] else "")
+        for title in early
+    )
     return Verdict(
         "The relative rate of loss decrease r(h) = ln(J_h/J_0)/ln(J_T/J_0) is about cos²(theta_h) (section 3)",
         word,
@@ -154,8 +159,11 @@ def _rate_table(rates: Sequence[Rates]) -> Table:
 
 
 def _mean_text(values: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> str:
-    mean = float(values.mean())
-    return f"{mean:.3f}" if math.isfinite(mean) else "blew up"
+    kept = values[np.isfinite(values)]
+    if not len(kept):
+        return "blew up"
+    lost = len(values) - len(kept)
+    return f"{float(kept.mean()):.3f}" + (f" ({lost} of {len(values)} blew up)" if lost else "")
 
 
 def _choice_table(choices: Sequence[Choice]) -> Table:
@@ -209,7 +217,9 @@ def draw_rates(rates: Sequence[Rates]) -> Figure:
             (False, one.early, "tab:blue", "early"),
             (True, one.late, "tab:red", "late"),
         ):
-            axes.plot(shares, measured.mean(axis=0), "o-", ms=4, color=colour, label=f"r(h), {when}")
+            axes.plot(shares, np.nanmedian(measured, axis=0), "o-", ms=4, color=colour, label=f"r(h), {when}, median")
+            blown = shares[np.isnan(measured).any(axis=0)]
+            axes.plot(blown, np.full(len(blown), 1.18), "x", color=colour, label=f"a seed blew up, {when}")
             axes.plot(shares, one.expected(late=late).mean(axis=0), "--", color=colour, label=f"cos², {when}")
             for run in measured:
                 axes.plot(shares, run, lw=0.5, alpha=0.4, color=colour)

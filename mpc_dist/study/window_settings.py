@@ -51,7 +51,7 @@ class Scale:
 
 
 FULL = Scale(
-    main_steps=600, gpt_steps=240, mlp_steps=400, resnet_steps=160, seeds=(0, 1, 2), num_rates=3, num_evaluations=4
+    main_steps=480, gpt_steps=240, mlp_steps=400, resnet_steps=160, seeds=(0, 1, 2), num_rates=3, num_evaluations=4
 )
 QUICK = Scale(gpt_steps=10, mlp_steps=20, resnet_steps=8, seeds=(0, 1), num_rates=1, num_evaluations=2, num_draws=2)
 

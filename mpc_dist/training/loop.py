@@ -1,6 +1,8 @@
 """The training loop: the same on every rank, each with its stage."""
 
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from datetime import timedelta
@@ -19,6 +21,7 @@ from mpc_dist.planner.adapt import GrowingHorizon
 from mpc_dist.profile import SavedBytes
 from mpc_dist.readout import LOSSES
 from mpc_dist.runtime.executor import StepRecord
+from mpc_dist.runtime.guard import check_state
 from mpc_dist.runtime.mesh import Launch, Mesh, build_mesh, check_world
 from mpc_dist.runtime.pipeline import Pipeline
 from mpc_dist.runtime.stage import Score, StageOptions
@@ -33,14 +36,13 @@ from mpc_dist.training.metrics import MetricsFile, forget_other_ranks, read_metr
 from mpc_dist.training.optimizer import LearningRate, build_optimizer
 from mpc_dist.training.resume import Resume, weights_fingerprint
 from mpc_dist.training.sections import DROP_ON_RISE
+from mpc_dist.training.straggler import MOST_STEPS, Pace, find_straggler, gather_paces
+from mpc_dist.training.watcher import EXPLAINED, GRACE, Watcher
+from mpc_dist.training.watcher import RankError as RankError
 from mpc_dist.windows import Windows, expand, tumbling
 
 NUM_TIMELINES = 20
 """Of how many last steps the metrics hold when each action ran."""
-
-
-class RankError(ValueError):
-    """What befell one rank after the ranks had met; the others may know nothing of it."""
 
 
 DrawRun = Callable[[Config, Costs | None], Mapping[str, Path]]
@@ -71,7 +73,7 @@ def train(
     data = config.data.load()
     parts = build_parts(config.trained_model, data.task, readout=config.readout.kind, seed=config.seed)
     batches = Batches(data.train, batch_size=config.batch_size * config.data_parallel.degree, seed=config.seed)
-    timeout = timedelta(seconds=parallel.timeout)
+    timeout = timedelta(seconds=parallel.timeout) + GRACE  # the watcher's limit is the timeout itself
     mesh = build_mesh(
         launch,
         num_stages=parallel.stages,
@@ -79,6 +81,8 @@ def train(
         device_type=config.torch_device.type,
         timeout=timeout,
     )
+    folder = Path(config.training.folder)
+    watcher = Watcher(mesh, launch.rank, launch.world_size, folder, timeout=parallel.timeout)
     saved = resume.choose(mesh)
     growing = GrowingHorizon(mesh.num_stages) if config.horizon.mode == "adaptive" else None
     if growing is not None and saved is not None and saved.state.progress["horizon"] is not None:
@@ -99,6 +103,9 @@ def train(
                 clip_norm=config.training.clip_norm,
                 clip_scope=config.training.clip_scope,
                 autocast=config.training.autocast,
+                autocast_dtype=getattr(torch, config.training.autocast_dtype),
+                on_nonfinite=config.training.on_nonfinite,
+                loss_scale=config.training.build_loss_scale(),
                 checkpoint=config.training.recompute,
                 seed=config.seed,
                 record_times=True,
@@ -110,17 +117,19 @@ def train(
             config.tracking,
             rank=launch.rank,
             num_ranks=launch.world_size,
-            folder=Path(config.training.folder),
+            folder=folder,
             draw=None if draw is None else partial(draw, config, costs),
             is_resumed=saved is not None and resume.is_own(saved),
         )
-        with pipeline, journal:
+        with pipeline, journal, watcher:
             loop = _Loop(config, launch, mesh, pipeline, data, batches, growing, journal, is_quiet=is_quiet)
             return loop.run(saved, is_continued=saved is not None and resume.is_own(saved))
-    except (ValueError, OSError) as error:
-        if launch.world_size == 1:
+    except EXPLAINED as error:
+        if launch.world_size == 1 or isinstance(error, RankError):
             raise
-        raise RankError(f"rank {launch.rank}: {error}") from error
+        raise RankError(watcher.explain(error)) from error
+    finally:
+        watcher.close()
 
 
 def windows_now(config: Config, growing: GrowingHorizon | None) -> Windows:
@@ -166,6 +175,7 @@ class _Loop:
             group=mesh.background,
         )
         self._save_failure: str | None = None
+        self._busy: deque[float] = deque(maxlen=MOST_STEPS)
         self._rank = launch.rank
         self._listener = journal.put
 
@@ -206,11 +216,24 @@ class _Loop:
             scores = self._evaluate(last)
         self._saver.wait()
         self._report_saves()
+        pace = Pace(
+            self._rank,
+            statistics.median(self._busy) if self._busy else 0.0,
+            self._pipeline.share_of_work,
+            self._pipeline.waiting_for,
+        )
+        straggler = find_straggler(gather_paces(self._mesh, pace))
+        if straggler is not None:
+            self._say(str(straggler))
         self._metrics.write(
             event="end",
             step=last,
             seconds=time.perf_counter() - started,
             seconds_waiting=self._pipeline.seconds_waiting,
+            seconds_waiting_for=self._pipeline.waiting_for,
+            busy_seconds=pace.busy,
+            straggler=None if straggler is None else {**vars(straggler), "text": str(straggler)},
+            skipped_steps=self._pipeline.guard.num_skipped,
             scores=plain_scores(scores),
         )
         if self._save_failure is not None:
@@ -229,15 +252,19 @@ class _Loop:
         self._batches.load_state_dict(progress["data"])
         self._rate.load_state_dict(progress["rate"], num_steps=step)
         self._losses.restore(saved)
+        self._pipeline.guard.load_state_dict(progress.get("numbers", {}))
         return missing
 
     def _save(self, step: int) -> None:
         start = time.perf_counter()
         tensors = {**self._pipeline.collect_state(), **self._losses.collect()}
+        if self._config.training.on_nonfinite != "ignore":
+            check_state(tensors, step=step)
         progress = {
             "data": self._batches.state_dict(),
             "rate": self._rate.state_dict(),
             "horizon": None if self._growing is None else self._growing.state_dict(),
+            "numbers": self._pipeline.guard.state_dict(),
         }
         self._saver.save(step, tensors, progress)
         self._metrics.write(event="checkpoint", step=step, stall_seconds=time.perf_counter() - start)
@@ -286,7 +313,13 @@ class _Loop:
             result = self._pipeline.step(inputs, labels)
         seconds = time.perf_counter() - start
         self._rate.step()
-        if self._losses.is_asked:
+        record = result.record
+        if not is_first:
+            self._busy.append(record.busy_seconds)
+        if record.is_skipped:
+            found = None if record.finding is None else vars(record.finding)
+            self._metrics.write(event="skipped", step=step, finding=found, **self._pipeline.guard.state_dict())
+        elif self._losses.is_asked:
             last = self._config.model.num_blocks
             self._losses.add([loss for boundary, loss in result.losses.items() if boundary == last])
         if self._batches.epoch != epoch:
@@ -298,7 +331,9 @@ class _Loop:
                 losses=result.losses,
                 step_seconds=seconds,
                 samples_per_second=self._config.batch_size * self._mesh.num_replicas / seconds,
-                bubble=measure_bubble(result.record),
+                bubble=measure_bubble(record),
+                busy_seconds=record.busy_seconds,
+                skipped_steps=self._pipeline.guard.num_skipped,
                 in_flight=result.record.most_in_flight,
                 seconds_waiting_for_head=self._pipeline.seconds_waiting_for_head,
                 **extra,
@@ -315,7 +350,8 @@ class _Loop:
         before = growing.size
         cosine = torch.tensor(profile.cosine(windows), dtype=torch.float64, device=self._mesh.device)
         if self._mesh.replicas is not None:
-            dist.all_reduce(cosine, group=self._mesh.replicas)
+            with self._mesh.watch.waiting(self._mesh.replicas, "the replicas' angle"):
+                dist.all_reduce(cosine, group=self._mesh.replicas)
             cosine /= self._mesh.num_replicas
         # The evidence is the same on every rank, and so is the decision.
         decision = growing.decide(float(cosine), loss)
@@ -365,5 +401,4 @@ def measure_bubble(record: StepRecord) -> float:
     """The share of a step in which its rank neither computed nor updated."""
     if not record.timeline:
         return 0.0
-    busy = sum(interval.end - interval.start for interval in record.timeline)
-    return max(0.0, 1 - busy / (record.timeline[-1].end - record.started))
+    return max(0.0, 1 - record.busy_seconds / (record.timeline[-1].end - record.started))

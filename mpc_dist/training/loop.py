@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
 
 from mpc_dist.data import Batch, Batches, Dataset
 from mpc_dist.models import build_parts
@@ -21,9 +22,9 @@ from mpc_dist.planner.adapt import GrowingHorizon
 from mpc_dist.profile import SavedBytes
 from mpc_dist.readout import LOSSES
 from mpc_dist.runtime.executor import StepRecord
-from mpc_dist.runtime.guard import check_state
+from mpc_dist.runtime.guard import NonFiniteError, check_state
 from mpc_dist.runtime.mesh import Launch, Mesh, build_mesh, check_world
-from mpc_dist.runtime.pipeline import Pipeline
+from mpc_dist.runtime.pipeline import Pipeline, StepResult
 from mpc_dist.runtime.stage import Score, StageOptions
 from mpc_dist.runtime.zero import check_settings
 from mpc_dist.schedule import Costs, lay_out
@@ -307,10 +308,10 @@ class _Loop:
         if is_first:
             # What a schedule holds does not change from step to step: it is counted once.
             with SavedBytes([*self._pipeline.named_parameters().values(), inputs, labels]) as saved:
-                result = self._pipeline.step(inputs, labels)
+                result = self._run_step(inputs, labels)
             extra |= {"live_bytes": saved.peak, "rank_bytes": saved.peak + self._pipeline.fixed_bytes}
         else:
-            result = self._pipeline.step(inputs, labels)
+            result = self._run_step(inputs, labels)
         seconds = time.perf_counter() - start
         self._rate.step()
         record = result.record
@@ -341,6 +342,13 @@ class _Loop:
         if step > self._config.training.steps - NUM_TIMELINES:
             actions = [(str(interval.action), interval.start, interval.end) for interval in result.record.timeline]
             self._metrics.write(event="timeline", step=step, actions=actions)
+
+    def _run_step(self, inputs: Tensor, labels: Tensor) -> StepResult:
+        try:
+            return self._pipeline.step(inputs, labels)
+        except NonFiniteError:
+            self._saver.wait()  # the last good checkpoint may still be on its way to the disk
+            raise
 
     def _adapt(self, step: int, growing: GrowingHorizon) -> None:
         """Measure the angle of the present windows on the last batch, decide, and change the windows if so decided."""

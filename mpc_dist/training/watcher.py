@@ -66,12 +66,9 @@ class Watcher:
         with self._lock:
             try:
                 self._incident.write(self._report(None if is_wait else str(error)))
-                is_first = not self._incident.is_asked
                 self._incident.ask(f"rank {self._rank}: {error}")
                 self._has_reported = True
-                # Who has lost a peer need not wait for it. A number that is not finite may have come from elsewhere.
-                is_lost = is_wait and self._watch.wait is not None and self._watch.wait.is_lost
-                self._conclude(patience=PERIOD if is_lost and is_first else PATIENCE)
+                self._conclude()
                 headline = self._incident.read_headline(patience=PATIENCE)
             except OSError as problem:
                 headline = f"what the ranks did could not be written down: {problem}"
@@ -117,12 +114,17 @@ class Watcher:
             self._incident.write(report)
             self._incident.ask(f"rank {self._rank}: {report.describe()}")
             self._has_reported = True
-            self._conclude(patience=PATIENCE)
+            self._conclude()
 
-    def _conclude(self, *, patience: float) -> None:
+    def _conclude(self) -> None:
         """Wait for the others' answers, and if no other rank does, make the summary of them and print it."""
-        deadline = time.monotonic() + patience
-        while time.monotonic() < deadline and not all(map(self._incident.has, range(self._num_ranks))):
+        wait = self._watch.wait
+        # A peer whose connection is closed has written by then what it had to say.
+        lost = wait.peers if wait is not None and wait.is_lost and len(wait.peers) == 1 else ()
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline:
+            if all(self._incident.has(rank) for rank in range(self._num_ranks) if rank not in lost):
+                break
             time.sleep(0.05)
         if self._incident.claim_summary():
             reports = self._incident.read(self._num_ranks)

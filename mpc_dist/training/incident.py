@@ -144,6 +144,11 @@ class IncidentFolder:
         """Whether some rank has noticed."""
         return (self.path / "asked").exists()
 
+    @property
+    def is_summarised(self) -> bool:
+        """Whether the summary is there."""
+        return (self.path / "summary.txt").exists()
+
     def ask(self, why: str) -> None:
         """Ask every rank for what it does; the first reason stays."""
         self.path.mkdir(parents=True, exist_ok=True)

@@ -122,7 +122,7 @@ class Watcher:
         # A peer whose connection is closed has written by then what it had to say.
         lost = wait.peers if wait is not None and wait.is_lost and len(wait.peers) == 1 else ()
         deadline = time.monotonic() + PATIENCE
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline and not self._incident.is_summarised:
             if all(self._incident.has(rank) for rank in range(self._num_ranks) if rank not in lost):
                 break
             time.sleep(0.05)

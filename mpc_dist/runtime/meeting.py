@@ -11,7 +11,7 @@ from datetime import timedelta
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from mpc_dist.runtime.transport import PeerError
+from mpc_dist.runtime.watch import PeerError
 
 PERIOD = 0.05
 """Seconds between two looks at the store."""

@@ -12,12 +12,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from mpc_dist.runtime.meeting import meet
-
-PIPELINE, DATA = "pipeline", "data"
+from mpc_dist.runtime.watch import PeerError, Watch
 
 
 @dataclass(frozen=True)
@@ -88,6 +86,8 @@ class Mesh:
     """All ranks, for a thread that works beside training; on the CPU whatever the device is."""
     timeout: timedelta = timedelta(minutes=10)
     """How long anything waits for another rank."""
+    watch: Watch = field(default_factory=Watch)
+    """What this rank waits for."""
 
 
 def check_world(launch: Launch, *, num_stages: int, num_replicas: int) -> None:
@@ -112,15 +112,17 @@ def build_mesh(
     if launch.world_size == 1:
         return Mesh(0, 1, 0, 1, device, (0,))
     join(launch, device.type, timeout.total_seconds())
-    mesh: DeviceMesh = init_device_mesh(device_type, (num_stages, num_replicas), mesh_dim_names=(PIPELINE, DATA))
     stage, replica = divmod(launch.rank, num_replicas)
-    # Every process makes every group, in the same order, as torch requires.
-    directions = {}
-    for name in ("downward", "upward"):
-        for other in range(num_replicas):
-            group = dist.new_group([s * num_replicas + other for s in range(num_stages)], timeout=timeout)
-            if other == replica:
-                directions[name] = group
+    # Every process makes every group, in the same order, as torch requires. A device mesh's groups would wait for half
+    # an hour whatever the timeout is.
+    columns = [[s * num_replicas + other for s in range(num_stages)] for other in range(num_replicas)]
+    rows = [[s * num_replicas + other for other in range(num_replicas)] for s in range(num_stages)]
+
+    def own_group(all_ranks: list[list[int]]) -> dist.ProcessGroup:
+        groups: list[dist.ProcessGroup] = [dist.new_group(ranks, timeout=timeout) for ranks in all_ranks]
+        (own,) = (group for group, ranks in zip(groups, all_ranks, strict=True) if launch.rank in ranks)
+        return own
+
     return Mesh(
         stage,
         num_stages,
@@ -128,12 +130,13 @@ def build_mesh(
         num_replicas,
         device,
         tuple(s * num_replicas + replica for s in range(num_stages)),
-        downward=directions["downward"],
-        upward=directions["upward"],
-        stages=mesh.get_group(PIPELINE),
-        replicas=mesh.get_group(DATA) if num_replicas > 1 else None,
+        downward=own_group(columns),
+        upward=own_group(columns),
+        stages=own_group(columns),
+        replicas=own_group(rows) if num_replicas > 1 else None,
         background=dist.new_group(backend="gloo", timeout=timeout),
         timeout=timeout,
+        watch=Watch(launch.rank),
     )
 
 
@@ -143,9 +146,17 @@ def join(launch: Launch, device_type: str, timeout: float) -> None:
         if is_one_host(os.environ) and (loopback := find_loopback()) is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # else gloo listens at the host's public address
         backend, limit = "nccl" if device_type == "cuda" else "gloo", timedelta(seconds=timeout)
-        shared, rank, num_ranks = next(rendezvous("env://", launch.rank, launch.world_size, timeout=limit))
-        store = meet(shared, rank=rank, num_ranks=num_ranks, timeout=limit)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=limit)
+        try:
+            shared, rank, num_ranks = next(rendezvous("env://", launch.rank, launch.world_size, timeout=limit))
+            store = meet(shared, rank=rank, num_ranks=num_ranks, timeout=limit)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=limit)
+        except PeerError:
+            raise
+        except RuntimeError as error:
+            raise PeerError(
+                f"rank {launch.rank} did not meet the other {launch.world_size - 1} within {timeout:g} s: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
 
 
 def is_one_host(environment: Mapping[str, str]) -> bool:

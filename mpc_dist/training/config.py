@@ -120,6 +120,11 @@ class Config:
                 "horizon.mode adaptive adds readouts while training, which data_parallel.sharding deepspeed cannot "
                 "take into its optimizer; use another mode, or sharding none"
             )
+        if self.training.on_nonfinite == "skip" or self.training.build_loss_scale() is not None:
+            raise ValueError(
+                "data_parallel.sharding deepspeed cannot leave out a step; use training.on_nonfinite stop or ignore, "
+                "and no loss scale (autocast in bfloat16)"
+            )
         if self.dtype != "float32":
             raise ValueError(f"data_parallel.sharding deepspeed works in float32, got dtype {self.dtype}; use float32")
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 
+from mpc_dist.runtime.loss_scale import LossScale
 from mpc_dist.runtime.zero import ZeroSettings
 from mpc_dist.validation import MAX_COUNT, check_path, check_real, check_whole, show, suggest
 from mpc_dist.windows import Windows, backprop, cumulative, expand, loco, sliding, tumbling
@@ -171,7 +172,20 @@ class TrainingConfig:
     clip_scope: Literal["stage", "global"] = "stage"
     """Whose norm it is. `global` makes every rank wait for all others at each update."""
     autocast: bool = False
-    """Whether forwards run in bfloat16 where torch deems it safe."""
+    """Whether forwards run in `autocast_dtype` where torch deems it safe."""
+    autocast_dtype: Literal["bfloat16", "float16"] = "bfloat16"
+    """The precision of autocast; float16 also scales the loss."""
+    loss_scale: Literal["auto", "dynamic", "off"] = "auto"
+    """dynamic: the loss has a factor, the same on every rank, that is halved when a gradient overflows anywhere (the
+    step is then left out everywhere) and doubled after `loss_scale_interval` good steps; every rank waits for all
+    others at each update. auto: only with float16."""
+    loss_scale_start: float = 65536.0
+    """The factor at the beginning: a power of two."""
+    loss_scale_interval: int = 2000
+    """Good steps in a row before the factor is doubled."""
+    on_nonfinite: Literal["stop", "skip", "ignore"] = "stop"
+    """A loss, activation, adjoint or gradient that is not finite: stop with an error that names rank, block and
+    micro-batch; skip the step on every rank, which makes them wait for all others at each update; or do not look."""
     recompute: bool = False
     """Whether each block keeps only its input and runs again in backward: less memory, more time."""
     folder: str = "runs/train"
@@ -183,6 +197,21 @@ class TrainingConfig:
         check_path("training.folder", self.folder)
         if self.clip_norm is not None:
             check_real("training.clip_norm", self.clip_norm, minimum=0)
+        check_whole("training.loss_scale_interval", self.loss_scale_interval, minimum=1)
+        if self.loss_scale == "off" and self.autocast and self.autocast_dtype == "float16":
+            raise ValueError(
+                "training.loss_scale off loses the small gradients of autocast_dtype float16; use auto, or bfloat16"
+            )
+        try:
+            self.build_loss_scale()
+        except ValueError as error:
+            raise ValueError(f"training.loss_scale_start: {error}") from error
+
+    def build_loss_scale(self) -> LossScale | None:
+        """The scale to begin with; None if the loss is not scaled."""
+        is_scaled = self.loss_scale == "dynamic" or (self.autocast and self.autocast_dtype == "float16")
+        scale = LossScale(self.loss_scale_start, self.loss_scale_interval)
+        return scale if is_scaled else None
 
 
 @dataclass(frozen=True)

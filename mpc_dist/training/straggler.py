@@ -8,8 +8,9 @@ import torch.distributed as dist
 
 from mpc_dist.runtime.mesh import Mesh
 
-NOTICEABLE = 1.25
-"""A rank is called slow if its work takes so many times what it should: below it lies what a plan does not know."""
+NOTICEABLE = 1.5
+"""A rank is called slow if its work takes so many times what it should: below it lie heads, embeddings and a busy
+machine."""
 MOST_STEPS = 200
 """Of how many last steps the median is taken."""
 

@@ -110,6 +110,8 @@ def check(outcome: Outcome, config: Config, reference: Reference, strikes: list[
     for strike, attempt in zip(strikes, outcome.attempts, strict=False):
         if strike.signal == signal.SIGSTOP:
             others = [text for rank, text in enumerate(attempt.errors) if rank != strike.rank]
-            assert any(f"no sign of life of rank {strike.rank}" in text for text in others), (strike, others)
+            # In start-up the silence is told, later what every rank was doing.
+            blames = (f"no sign of life of rank {strike.rank}", f"culprit: rank {strike.rank}: wrote nothing")
+            assert any(blame in text for text in others for blame in blames), (strike, others)
             assert attempt.seconds_to_notice is not None
             assert attempt.seconds_to_notice < STOP_TIMEOUT + 5, strike

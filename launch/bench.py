@@ -10,6 +10,7 @@ python launch/bench.py regret --cifar data/cifar-10-batches-py
 python launch/bench.py adaptive --steps 400
 python launch/bench.py checkpoint --stages 8
 python launch/bench.py tracking --ranks 8
+python launch/bench.py protection --ranks 8
 """
 
 import argparse
@@ -28,6 +29,7 @@ from mpc_dist.bench.compute import ComputeSetting, bench_compute
 from mpc_dist.bench.memory import bench_memory
 from mpc_dist.bench.peers import PEERS
 from mpc_dist.bench.plan import MODELS, bench_plan
+from mpc_dist.bench.protection import ProtectionSetting, bench_protection
 from mpc_dist.bench.regret import bench_regret, list_models
 from mpc_dist.bench.rows import Row, build_table, write_rows
 from mpc_dist.bench.scale import bench_scale
@@ -208,6 +210,21 @@ def run_tracking(options: argparse.Namespace, console: Console) -> list[Row]:
     return rows
 
 
+def run_protection(options: argparse.Namespace, console: Console) -> list[Row]:
+    """Step time with waits and numbers watched over beside without, on gloo ranks with emulated compute."""
+    setting = ProtectionSetting(
+        num_ranks=options.ranks,
+        num_microbatches=options.microbatches,
+        seconds=options.f,
+        num_steps=options.steps,
+        repeats=options.repeats,
+    )
+    with console.status("measuring"):
+        rows = bench_protection(setting)
+    console.print(build_table(rows, f"{options.ranks} ranks, f = {1000 * options.f:g} ms"))
+    return rows
+
+
 Benchmark = Callable[[argparse.Namespace, Console], list[Row]]
 
 
@@ -288,6 +305,13 @@ def build_parser() -> argparse.ArgumentParser:
     tracking.add_argument("--f", type=float, default=0.01, help="seconds of one stage's forward of one micro-batch")
     tracking.add_argument("--steps", type=int, default=40, help="timed steps of each part of a round")
     tracking.add_argument("--repeats", type=int, default=10, help="rounds in which tracked and untracked alternate")
+
+    protection = add("protection", run_protection)
+    protection.add_argument("--ranks", type=int, default=8, help="ranks, one stage each")
+    protection.add_argument("--microbatches", type=int, default=4, help="micro-batches per step")
+    protection.add_argument("--f", type=float, default=0.011, help="seconds of one stage's forward of one micro-batch")
+    protection.add_argument("--steps", type=int, default=15, help="timed steps of each part of a round")
+    protection.add_argument("--repeats", type=int, default=10, help="rounds in which the systems alternate")
 
     scale = add("scale", run_scale)
     scale.add_argument("--stages", type=whole_numbers, default=(4, 8, 16, 64, 256, 1024), help="numbers of stages")

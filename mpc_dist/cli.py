@@ -8,7 +8,7 @@ from rich.console import Console
 
 from mpc_dist import __version__
 from mpc_dist.commands import angles, demo, export, plan, report, reproduce, schedule, sweep
-from mpc_dist.validation import look_up
+from mpc_dist.validation import look_up, one_line
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         look_up("command", words[0], COMMANDS).run(words[1:])
     except (ValueError, OSError, MemoryError, sweep.SweepError) as error:
-        Console(stderr=True).print(f"mpc-dist: error: {error}", highlight=False, markup=False, soft_wrap=True)
+        Console(stderr=True).print(f"mpc-dist: error: {one_line(error)}", highlight=False, markup=False, soft_wrap=True)
         return EXIT_FAILED if isinstance(error, sweep.SweepError) else EXIT_BAD_INPUT
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

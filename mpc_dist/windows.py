@@ -12,6 +12,9 @@ from functools import cached_property
 
 from mpc_dist.validation import check_whole, is_whole
 
+MAX_BLOCKS = 4_096
+"""Of a model: maps hold up to all pairs of blocks, and must stay small."""
+
 Target = tuple[int, float]
 """A boundary that carries a readout, and the weight of its loss."""
 

@@ -121,7 +121,7 @@ def torchrun_of_slurm() -> list[str]:
     nodes = re.search(r"^#SBATCH --nodes=(\d+)$", text, re.MULTILINE)
     assert nodes is not None
     words = shlex.split(next(line for line in re.sub(r"\\\n\s*", "", text).splitlines() if line.startswith("srun")))
-    return [nodes[1] if word == "$SLURM_NNODES" else word for word in words if word != "$@"]
+    return [nodes[1] if word == "$SLURM_NNODES" else word for word in words if word not in ("$@", "&")]
 
 
 @pytest.mark.parametrize("read", [torchrun_of_compose, torchrun_of_kubernetes, torchrun_of_slurm])

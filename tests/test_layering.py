@@ -11,7 +11,7 @@ PACKAGE = ROOT / "mpc_dist"
 
 # From the bottom up; a module may import from its own layer and from those above it in this list.
 LAYERS = [
-    {"validation", "task", "windows", "schedule"},
+    {"validation", "document", "new_folder", "plain_value", "task", "windows", "schedule"},
     {"planner"},
     {"readout", "models", "data", "gradient", "profile"},
     {"runtime"},

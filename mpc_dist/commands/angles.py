@@ -1,6 +1,5 @@
 """`mpc-dist angles`: what each horizon does to the gradient and to memory."""
 
-import tempfile
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -10,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from mpc_dist.data import Batches
+from mpc_dist.new_folder import writable_folder
 from mpc_dist.profile import fit_line, measure_angles, measure_memory
 from mpc_dist.report.angles import HorizonReport
 from mpc_dist.training.config import Config, ConfigParser
@@ -31,17 +31,17 @@ def run(argv: Sequence[str]) -> None:
     config, options = parser.parse()
     folder, console = Path(options.out), Console()
 
-    report = _measure(config, folder, console)
-    console.print(report.table())
-    picture, numbers = report.write(folder)
+    with writable_folder(folder):
+        report = _measure(config, console)
+        console.print(report.table())
+        picture, numbers = report.write(folder)
     console.print(f"figure: {picture}\nnumbers: {numbers}", highlight=False, soft_wrap=True)
 
 
-def _measure(config: Config, folder: Path, console: Console) -> HorizonReport:
+def _measure(config: Config, console: Console) -> HorizonReport:
     data = config.data.load()
     batches = Batches(data.train, batch_size=config.batch_size, seed=config.seed)
     chain = build_whole_chain(config, data.task)
-    _check_writable(folder)
 
     measured = [place(batch, config) for batch in islice(batches, config.angles.num_batches)]
     chosen = config.angles.horizons
@@ -64,10 +64,3 @@ def _measure(config: Config, folder: Path, console: Console) -> HorizonReport:
         memory_fit=fit_line(held),
         config=values,
     )
-
-
-def _check_writable(folder: Path) -> None:
-    """Make the folder and write into it now: better than after the work."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=folder):
-        pass

@@ -15,6 +15,7 @@ from mpc_dist.runtime.mesh import Launch
 from mpc_dist.schedule import Interval
 from mpc_dist.training.config import Config, ConfigParser
 from mpc_dist.training.loop import train
+from mpc_dist.training.run_lock import lock_run
 from mpc_dist.training.sections import CheckpointsConfig, HorizonConfig
 
 SUMMARY = "Train on local ranks with horizon 1 and with back-propagation, side by side."
@@ -50,8 +51,10 @@ def run(argv: Sequence[str]) -> None:
 
 
 def _train(config: Config) -> Run:
-    run_local_ranks(_train_rank, config.num_ranks, config, timeout=600.0)
-    return read_run(Path(config.training.folder))
+    folder = Path(config.training.folder)
+    with lock_run(folder):
+        run_local_ranks(_train_rank, config.num_ranks, config, timeout=600.0)
+    return read_run(folder)
 
 
 def _train_rank(rank: int, config: Config) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from mpc_dist.new_folder import writable_folder
 from mpc_dist.planner.objective import NAMES
 from mpc_dist.planner.search import Request
 from mpc_dist.report.plan import PlanReport
@@ -71,9 +72,8 @@ def run(argv: Sequence[str]) -> None:
         angles_file=None if options.angles_file is None else Path(options.angles_file),
     )
     console, out = Console() if Console().is_terminal else Console(width=130), Path(options.out)
-    out.parent.mkdir(parents=True, exist_ok=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    with writable_folder(out.parent), Progress(*columns, console=console, transient=True) as progress:
         bars: dict[str, TaskID] = {}
 
         def report(what: str, done: int, total: int) -> None:

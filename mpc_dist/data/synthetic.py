@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from mpc_dist.data.dataset import MAX_SEED, Dataset, Split
 from mpc_dist.task import Task
-from mpc_dist.validation import check_real, check_whole
+from mpc_dist.validation import check_memory, check_real, check_whole, show
 
 _SAMPLES = 3  # first word of a generator's key; see mpc_dist/data/dataset.py
 
@@ -32,6 +32,14 @@ class _Synthetic:
         check_whole("data.num_test", self.num_test, minimum=1)
         check_whole("data.seed", self.seed, minimum=0, maximum=MAX_SEED)
 
+    def _check_size(self, numbers_per_sample: int) -> None:
+        """Raise if the samples cannot be drawn into memory."""
+        check_memory(
+            f"data.num_train {show(self.num_train)} and data.num_test {show(self.num_test)}",
+            (self.num_train + self.num_test) * numbers_per_sample * 8,
+            "use fewer samples, or a smaller dimension",
+        )
+
 
 @dataclass(frozen=True)
 class LinearData(_Synthetic):
@@ -50,6 +58,8 @@ class LinearData(_Synthetic):
 
     def load(self) -> Dataset:
         """Draw W0 and the samples."""
+        check_memory(f"data.dimension {show(self.dimension)}", self.dimension**2 * 8, "use a smaller one")
+        self._check_size(2 * self.dimension)
         target, *inputs = (np.random.default_rng([_SAMPLES, self.seed, part]) for part in range(3))
         matrix = target.standard_normal((self.dimension, self.dimension))
 
@@ -78,6 +88,7 @@ class TrigonometricData(_Synthetic):
 
     def load(self) -> Dataset:
         """Draw the samples."""
+        self._check_size(10)
 
         def draw(part: int, count: int) -> Split:
             rng = np.random.default_rng([_SAMPLES, self.seed, part])

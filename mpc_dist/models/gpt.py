@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from mpc_dist.readout import LinearHead
 from mpc_dist.task import Task
-from mpc_dist.validation import check_real, check_whole
+from mpc_dist.validation import MAX_WIDTH, check_real, check_whole
+from mpc_dist.windows import MAX_BLOCKS
 
 
 class Embedding(nn.Module):
@@ -85,8 +86,8 @@ class GPT:
     """Probability of dropping a feature of the embedding, attention or a residual branch."""
 
     def __post_init__(self) -> None:
-        check_whole("model.num_blocks", self.num_blocks, minimum=1)
-        check_whole("model.width", self.width, minimum=1)
+        check_whole("model.num_blocks", self.num_blocks, minimum=1, maximum=MAX_BLOCKS)
+        check_whole("model.width", self.width, minimum=1, maximum=MAX_WIDTH)
         check_whole("model.num_heads", self.num_heads, minimum=1)
         check_real("model.dropout", self.dropout, minimum=0, maximum=1)
         if self.width % self.num_heads:

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from mpc_dist.readout import Identity, LinearHead
 from mpc_dist.task import Task
-from mpc_dist.validation import check_real, check_whole
+from mpc_dist.validation import MAX_WIDTH, check_real, check_whole
+from mpc_dist.windows import MAX_BLOCKS
 
 
 class DenseBlock(nn.Module):
@@ -46,8 +47,8 @@ class _DenseChain:
     """Whether layers have a bias, and all but the last a ReLU."""
 
     def __post_init__(self) -> None:
-        check_whole("model.num_blocks", self.num_blocks, minimum=1)
-        check_whole("model.width", self.width, minimum=1)
+        check_whole("model.num_blocks", self.num_blocks, minimum=1, maximum=MAX_BLOCKS)
+        check_whole("model.width", self.width, minimum=1, maximum=MAX_WIDTH)
         check_real("model.init_scale", self.init_scale, minimum=0)
 
     def check_task(self, task: Task) -> None:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from mpc_dist.readout import LinearHead
 from mpc_dist.task import Task
-from mpc_dist.validation import check_whole
+from mpc_dist.validation import MAX_WIDTH, check_path, check_whole
+from mpc_dist.windows import MAX_BLOCKS
 
 
 class Stem(nn.Module):
@@ -71,8 +72,10 @@ class ResNetCifar:
     seed, e.g. for other classes."""
 
     def __post_init__(self) -> None:
-        check_whole("model.blocks_per_group", self.blocks_per_group, minimum=1)
-        check_whole("model.channels", self.channels, minimum=2)
+        check_whole("model.blocks_per_group", self.blocks_per_group, minimum=1, maximum=MAX_BLOCKS // 3)
+        check_whole("model.channels", self.channels, minimum=2, maximum=MAX_WIDTH)
+        if self.checkpoint is not None:
+            check_path("model.checkpoint", self.checkpoint)
         if self.channels % 2:
             raise ValueError(f"model.channels {self.channels} must be even: shortcuts pad by half on each side")
         if self.weights == "fresh_head" and self.checkpoint is None:
@@ -134,8 +137,8 @@ class ResNetCifar:
                     else "set model.channels to match"
                 )
                 raise ValueError(
-                    f"checkpoint {self.checkpoint} does not fit: {prefix}{key} is {given} there, {tuple(own.shape)} in "
-                    f"the model; {remedy}"
+                    f"model.checkpoint {self.checkpoint} does not fit: {prefix}{key} is {given} there, "
+                    f"{tuple(own.shape)} in the model; {remedy}"
                 )
         module.load_state_dict(part)
         return module
@@ -144,23 +147,23 @@ class ResNetCifar:
 def read_akamaster(path: Path, *, blocks_per_group: int) -> dict[str, Tensor]:
     """Read a checkpoint of akamaster/pytorch_resnet_cifar10, with its tensors named as in a chain."""
     if not path.is_file():
-        raise ValueError(f"checkpoint {path} does not exist; give the path of a .th file")
+        raise ValueError(f"model.checkpoint {path} does not exist; give the path of a .th file")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many types for a file that is no checkpoint
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(f"checkpoint {path} cannot be read ({reason}); give a file saved by torch.save") from error
+        raise ValueError(f"model.checkpoint {path} cannot be read ({reason}); give one saved by torch.save") from error
     weights = content.get("state_dict") if isinstance(content, Mapping) else None
     if not isinstance(weights, Mapping) or not all(isinstance(value, Tensor) for value in weights.values()):
-        raise ValueError(f"checkpoint {path} holds no 'state_dict' of tensors; give one of {SOURCE}")
+        raise ValueError(f"model.checkpoint {path} holds no 'state_dict' of tensors; give one of {SOURCE}")
     unknown = next((key for key in weights if not _KNOWN_KEY.fullmatch(str(key))), None)
     if unknown is not None:
-        raise ValueError(f"checkpoint {path} holds {unknown!r}, which this network lacks; give one of {SOURCE}")
+        raise ValueError(f"model.checkpoint {path} holds {unknown!r}, which this network lacks; give one of {SOURCE}")
     names = [key.removeprefix("module.") for key in weights]
     found = len({tuple(name.split(".")[:2]) for name in names if name.startswith("layer1.")})
     if found != blocks_per_group:
         raise ValueError(
-            f"checkpoint {path} has {found} residual blocks per group, the model {blocks_per_group}; "
+            f"model.checkpoint {path} has {found} residual blocks per group, the model {blocks_per_group}; "
             f"set model.blocks_per_group to {found}"
         )
     return {_rename(name, blocks_per_group): value for name, value in zip(names, weights.values(), strict=True)}

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from mpc_dist.document import read_json, write_whole
+from mpc_dist.plain_value import build
 from mpc_dist.schedule import Costs, Layout
 from mpc_dist.validation import check_real, check_whole
 
@@ -173,7 +175,7 @@ def save_measurements(path: Path, found: dict[int, Measurements], key: dict[str,
     """Write what was measured, by number of micro-batches, with what it depends on."""
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {"key": key, "measurements": {str(m): asdict(one) for m, one in found.items()}}
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_whole(path, json.dumps(content, indent=1) + "\n")
 
 
 def load_measurements(path: Path, key: dict[str, Any]) -> dict[int, Measurements] | None:
@@ -181,15 +183,17 @@ def load_measurements(path: Path, key: dict[str, Any]) -> dict[int, Measurements
     if not path.exists():
         return None
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if content["key"] != json.loads(json.dumps(key)):
+        kept = build(_Kept, read_json(path))
+        if kept.key != json.loads(json.dumps(key)):
             return None
-        return {int(m): _read(one) for m, one in content["measurements"].items()}
-    except (KeyError, TypeError, ValueError) as error:
+        return {int(m): one for m, one in kept.measurements.items()}
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path} is no profile of mpc_dist ({error}); delete it") from error
 
 
-def _read(content: dict[str, Any]) -> Measurements:
-    blocks = tuple(BlockCosts(**block) for block in content.pop("blocks"))
-    readouts = tuple(ReadoutCosts(**readout) for readout in content.pop("readouts"))
-    return Measurements(blocks=blocks, readouts=readouts, **content)
+@dataclass(frozen=True)
+class _Kept:
+    """What a file holds."""
+
+    key: dict[str, Any]
+    measurements: dict[str, Measurements]

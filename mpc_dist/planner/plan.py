@@ -1,13 +1,15 @@
 """The plan: what was chosen, what it is predicted to do, and what it beat. It is YAML, and the trainer runs it."""
 
-import dataclasses
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
+from mpc_dist.document import read_yaml, write_whole
+from mpc_dist.plain_value import build
 from mpc_dist.schedule import Costs
+from mpc_dist.validation import show
 from mpc_dist.windows import Windows, backprop, cumulative, expand, sliding, tumbling
 
 WindowKind = Literal["sliding", "cumulative", "tumbling", "backprop"]
@@ -117,36 +119,23 @@ class Plan:
 
     def build_costs(self) -> Costs:
         """The costs that the plan's schedule is built for."""
-        values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in self.costs.items()
-        }
-        return Costs(**values)
+        return build(Costs, self.costs, "costs")
 
     def write(self, path: Path) -> None:
         """As YAML."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(yaml.safe_dump(_plain(asdict(self)), sort_keys=False, width=120), encoding="utf-8")
+        write_whole(path, yaml.safe_dump(_plain(asdict(self)), sort_keys=False, width=120))
 
     @classmethod
     def read(cls, path: Path) -> "Plan":
         """Read what `write` wrote."""
         try:
-            content = yaml.safe_load(path.read_text(encoding="utf-8"))
-            names = {field.name for field in dataclasses.fields(cls)}
-            if set(content) != names:
-                raise ValueError(f"its keys differ in {sorted(set(content) ^ names)}")
-            return cls(
-                **content
-                | {
-                    "chosen": _candidate(content["chosen"]),
-                    "realised": None if content["realised"] is None else _candidate(content["realised"]),
-                    "candidates": tuple(_candidate(one) for one in content["candidates"]),
-                    "notes": tuple(content["notes"]),
-                }
-            )
+            plan = build(cls, read_yaml(path))
+            plan.build_costs()
+            return plan
         except OSError as error:
             raise ValueError(f"cannot read the plan {path}: {error.strerror}; make one with `mpc-dist plan`") from error
-        except (TypeError, KeyError, ValueError, yaml.YAMLError) as error:
+        except ValueError as error:
             raise ValueError(f"{path} is no plan of mpc_dist ({error}); make one with `mpc-dist plan`") from error
 
     def check_fits(self, fingerprint: dict[str, Any]) -> None:
@@ -154,20 +143,9 @@ class Plan:
         for name, value in self.fingerprint.items():
             if fingerprint.get(name) != value:
                 raise ValueError(
-                    f"the plan is for another {name}: it was made for {value}, the configuration has "
-                    f"{fingerprint.get(name)}; plan again, or use the configuration of the plan"
+                    f"the plan is for another {show(name)[1:-1]}: it was made for {show(value)}, the configuration has "
+                    f"{show(fingerprint.get(name))}; plan again, or use the configuration of the plan"
                 )
-
-
-def _candidate(content: dict[str, Any]) -> Candidate:
-    return Candidate(
-        **content
-        | {
-            "shape": Shape(**content["shape"]),
-            "partition": tuple(content["partition"]),
-            "bytes_per_rank": tuple(content["bytes_per_rank"]),
-        }
-    )
 
 
 def _plain(value: Any) -> Any:

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from mpc_dist.document import read_json, write_whole
 from mpc_dist.gradient import HeldBlock
 from mpc_dist.models.chain import Chain
 from mpc_dist.profile.unchanged import unchanged
@@ -64,13 +65,13 @@ class AngleProfile:
         path.parent.mkdir(parents=True, exist_ok=True)
         # NaN, for what was not measured, is null in JSON.
         grams = [[[[None if np.isnan(v) else v for v in row] for row in g] for g in batch] for batch in self.grams]
-        path.write_text(json.dumps({"grams": grams}) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps({"grams": grams}) + "\n")
 
     @classmethod
     def read(cls, path: Path) -> "AngleProfile":
         """Read what `write` wrote."""
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))["grams"]
+            content = read_json(path)["grams"]
             grams = tuple(tuple(np.array(gram, dtype=np.float64) for gram in batch) for batch in content)
             if not grams or not grams[0] or {len(batch) for batch in grams} != {len(grams[0])}:
                 raise ValueError("it holds no batch, or batches of different lengths")
@@ -80,8 +81,8 @@ class AngleProfile:
                         raise ValueError(f"block {t} has inner products of shape {gram.shape}")
         except OSError as error:
             raise ValueError(f"cannot read the angle profile {path}: {error.strerror}") from error
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} is no angle profile of mpc_dist ({error})") from error
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"{path} is no angle profile of mpc_dist ({error}); delete it") from error
         return cls(grams)
 
     def horizon_cosines(self) -> NDArray[np.float64]:

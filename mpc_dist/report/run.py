@@ -154,6 +154,7 @@ def read_run(folder: Path, *, now: float | None = None) -> Run:
                 *([f"nothing was written by rank {', '.join(map(str, silent))}"] if silent else []),
                 *([problem] if problem else []),
                 *_resumes(lines[ranks[0].rank]),
+                *_stragglers(lines[ranks[0].rank]),
             ),
         )
     except (KeyError, TypeError, AttributeError, IndexError) as error:
@@ -207,6 +208,11 @@ def _status(ranks: Sequence[RankSeries], num_ranks: int, now: float) -> Status:
 def _resumes(lines: list[dict[str, Any]]) -> list[str]:
     found = [line for line in lines if line["event"] == "resume"]
     return [f"resumed from step {', '.join(str(line.get('step', '?')) for line in found)}"] if found else []
+
+
+def _stragglers(lines: list[dict[str, Any]]) -> list[str]:
+    found = [line["straggler"] for line in lines if line["event"] == "end" and line.get("straggler")]
+    return [found[-1]["text"]] if found else []
 
 
 def _read_plan(folder: Path) -> tuple[Plan | None, str | None]:

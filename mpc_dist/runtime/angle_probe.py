@@ -66,5 +66,6 @@ def _gather(mesh: Mesh, own: tuple[Gram, ...]) -> tuple[Gram, ...]:
     if mesh.stages is None:
         return own
     parts: list[tuple[Gram, ...]] = [()] * mesh.num_stages
-    dist.all_gather_object(parts, own, group=mesh.stages)
+    with mesh.watch.waiting(mesh.stages, "the angles of all stages"):
+        dist.all_gather_object(parts, own, group=mesh.stages)
     return tuple(gram for part in parts for gram in part)

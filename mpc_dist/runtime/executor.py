@@ -6,9 +6,11 @@ There is no barrier between steps: a rank waits only in its receives. After a st
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
+from mpc_dist.runtime.guard import Finding, Guard
 from mpc_dist.runtime.segment import Segment
 from mpc_dist.runtime.transport import Transport
 from mpc_dist.schedule.action import COMPUTE, RECEIVES, Action, Op, Program
@@ -28,6 +30,15 @@ class StepRecord:
     """When the step began, by the clock of the timeline."""
     most_in_flight: int = 0
     """Most micro-batches whose activations were held at once."""
+    is_skipped: bool = False
+    """Whether the update was left out, here and on every other rank."""
+    finding: Finding | None = None
+    """The number that was not finite, if this rank met one."""
+
+    @property
+    def busy_seconds(self) -> float:
+        """Time spent in the recorded actions."""
+        return sum(interval.end - interval.start for interval in self.timeline)
 
 
 class Executor:
@@ -41,8 +52,9 @@ class Executor:
         work: Work,
         *,
         on_segment_done: Callable[[int], None],
-        on_update: Callable[[], None],
+        on_update: Callable[[StepRecord], None],
         record_times: bool = False,
+        guard: Guard | None = None,
     ) -> None:
         self._program = program
         self._receives = [action for action in program if action.op in RECEIVES]
@@ -52,6 +64,8 @@ class Executor:
         self._on_segment_done = on_segment_done
         self._on_update = on_update
         self._record_times = record_times
+        self._guard = guard or Guard()
+        self._is_guarded = self._guard.is_on
         self._targets = {s: work.layout.windows.targets[s] for s in segments}
         self._carried = {s: work.carried_readout(s) for s in segments}
         self._sends = {action: work.messages_made(action) for action in program if action.op is Op.FORWARD}
@@ -113,6 +127,25 @@ class Executor:
         """How many actions of the step have been done."""
         return self._place
 
+    def describe(self) -> dict[str, Any]:
+        """What it is doing, for another thread."""
+        program, place = self._program, self._place
+        action = program[place] if place < len(program) else None
+        # A step that has not begun is at place 0, too.
+        timeline, started = self._record.timeline, self._record.started
+        last = timeline[-1].end if timeline else started
+        buffers = (self._unread, self._activations, self._adjoints, self._outgoing)
+        held = {id(tensor): tensor.nbytes for buffer in buffers for tensor in list(buffer.values())}
+        held |= {id(tensor): tensor.nbytes for segment in self._segments.values() for tensor in segment.held()}
+        return {
+            "action": None if action is None else str(action),
+            "microbatch": None if action is None else action.microbatch,
+            "place": f"{place + 1} of {len(program)}",
+            "seconds_since_last_action": round(time.perf_counter() - last, 3) if last else None,
+            "in_flight": sorted({m for segment in self._segments.values() for m in list(segment.in_flight)}),
+            "buffer_bytes": sum(held.values()),
+        }
+
     def left_over(self) -> list[str]:
         """What is still in a buffer; nothing after a step."""
         buffers = {
@@ -127,6 +160,8 @@ class Executor:
     def _forward(self, action: Action) -> None:
         _, index, microbatch, _ = action
         state = self._inputs[microbatch] if index == 0 else self._activations.pop((index, microbatch))
+        if self._is_guarded and index == 0 and state.is_floating_point():
+            self._guard.see("data", 0, microbatch, state)
         output = self._segments[index].forward(microbatch, state)
         self._count_in_flight()
         if self._segments[index].readout is not None:
@@ -146,6 +181,10 @@ class Executor:
         state = self._unread.pop((index, microbatch))
         reading = self._segments[index].read(microbatch, state, self._labels[microbatch])
         self._record.losses.setdefault(index + 1, []).append(reading.loss)
+        if self._is_guarded:
+            block = self._segments[index].range[-1]
+            self._guard.see("loss", block, microbatch, reading.loss)
+            self._guard.see("adjoint", block, microbatch, reading.adjoint)
         self._keep_adjoint(index, microbatch, index + 1, reading.adjoint)
 
     def _keep_adjoint(self, index: int, microbatch: int, readout: int, adjoint: Tensor) -> None:
@@ -164,10 +203,16 @@ class Executor:
 
     def _pass_on(self, action: Action, readout: int, adjoint: Tensor) -> None:
         """Hand an adjoint to the segment below, here or on another rank."""
+        if self._is_guarded:
+            self._see_adjoint(action, adjoint)
         if action.segment - 1 in self._segments:
             self._keep_adjoint(action.segment - 1, action.microbatch, readout, adjoint)
         else:
             self._outgoing[Action(Op.SEND_ADJOINT, action.segment, action.microbatch, readout)] = adjoint
+
+    def _see_adjoint(self, action: Action, adjoint: Tensor) -> None:
+        blocks = self._segments[action.segment].range
+        self._guard.see("adjoint", blocks[0], action.microbatch, adjoint, segment=blocks)
 
     def _relay(self, action: Action) -> None:
         _, index, microbatch, readout = action
@@ -192,6 +237,8 @@ class Executor:
         if readout is not None:
             assert below is not None
             self._pass_on(action, readout, below)
+        elif self._is_guarded:
+            self._segments[action.segment].see_backward(action.microbatch)
         self._count_backward(action.segment)
 
     def _input_half(self, action: Action) -> None:
@@ -199,6 +246,8 @@ class Executor:
         readout = self._carried[action.segment]
         if readout is not None:
             self._pass_on(action, readout, below)
+        elif self._is_guarded:
+            self._see_adjoint(action, below)
 
     def _weight_half(self, action: Action) -> None:
         self._segments[action.segment].weight_half(action.microbatch)
@@ -207,6 +256,8 @@ class Executor:
     def _count_backward(self, index: int) -> None:
         self._backwards_left[index] -= 1
         if self._backwards_left[index] == 0:
+            if self._is_guarded:
+                self._segments[index].see_gradients()
             self._on_segment_done(index)
 
     def _send_activation(self, action: Action) -> None:
@@ -216,10 +267,17 @@ class Executor:
         self._transport.send(action, self._outgoing.pop(action))
 
     def _receive_activation(self, action: Action) -> None:
-        self._activations[action.segment, action.microbatch] = self._transport.receive(action)
+        activation = self._activations[action.segment, action.microbatch] = self._transport.receive(action)
+        if self._is_guarded and activation.is_floating_point():
+            block = self._segments[action.segment].range[0]
+            self._guard.see("activation", block, action.microbatch, activation, is_received=True)
 
     def _receive_adjoint(self, action: Action) -> None:
-        self._keep_adjoint(action.segment, action.microbatch, action.readout, self._transport.receive(action))
+        adjoint = self._transport.receive(action)
+        if self._is_guarded:
+            block = self._segments[action.segment].range[-1]
+            self._guard.see("adjoint", block, action.microbatch, adjoint, is_received=True)
+        self._keep_adjoint(action.segment, action.microbatch, action.readout, adjoint)
 
     def _update(self, action: Action) -> None:  # noqa: ARG002
-        self._on_update()
+        self._on_update(self._record)

@@ -5,17 +5,17 @@ all-reduces of a stage stay on the host, and only activations cross between host
 """
 
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
-PIPELINE, DATA = "pipeline", "data"
-BACKGROUND_TIMEOUT = timedelta(hours=1)
-"""Ranks with little to write wait for the one with most; nobody's training does."""
+from mpc_dist.runtime.meeting import meet
+from mpc_dist.runtime.watch import PeerError, Watch
 
 
 @dataclass(frozen=True)
@@ -27,19 +27,40 @@ class Launch:
     local_rank: int = 0
     accelerate: Mapping[str, str] = field(default_factory=dict)
     """The ACCELERATE_* variables, in which `accelerate launch` hands on its file; empty under other launchers."""
+    job: str | None = None
+    """What the job is called, over all its attempts; None if nothing would start it again."""
+    attempt: int = 0
+    """How often the job was started before: by torchrun after a failure, or by Slurm after a requeue."""
+    restarts_left: int = 0
+    """How often the launcher would start the job again if a rank failed."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "Launch":
         """As set by torchrun, accelerate and deepspeed; a single process without them."""
         defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        attempts = dict.fromkeys(
+            ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "SLURM_RESTART_COUNT"), "0"
+        )
         try:
             rank, world_size, local_rank = (int(environment.get(name, given)) for name, given in defaults.items())
         except ValueError as error:
             raise ValueError(f"RANK, WORLD_SIZE and LOCAL_RANK must be whole numbers ({error})") from error
+        try:
+            restarts, most, requeues = (int(environment.get(name, "0")) for name in attempts)
+        except ValueError as error:
+            raise ValueError(f"{', '.join(attempts)} must be whole numbers ({error})") from error
         accelerate = {name: value for name, value in environment.items() if name.startswith("ACCELERATE_")}
         # It always sets this one; others may be left over in a shell.
         is_launched = "ACCELERATE_MIXED_PRECISION" in accelerate
-        return cls(rank, world_size, local_rank, accelerate if is_launched else {})
+        return cls(
+            rank,
+            world_size,
+            local_rank,
+            accelerate if is_launched else {},
+            job=environment.get("TORCHELASTIC_RUN_ID"),
+            attempt=restarts + requeues,
+            restarts_left=max(0, most - restarts),
+        )
 
 
 @dataclass(frozen=True)
@@ -65,6 +86,8 @@ class Mesh:
     """All ranks, for a thread that works beside training; on the CPU whatever the device is."""
     timeout: timedelta = timedelta(minutes=10)
     """How long anything waits for another rank."""
+    watch: Watch = field(default_factory=Watch)
+    """What this rank waits for."""
 
 
 def check_world(launch: Launch, *, num_stages: int, num_replicas: int) -> None:
@@ -89,15 +112,17 @@ def build_mesh(
     if launch.world_size == 1:
         return Mesh(0, 1, 0, 1, device, (0,))
     join(launch, device.type, timeout.total_seconds())
-    mesh: DeviceMesh = init_device_mesh(device_type, (num_stages, num_replicas), mesh_dim_names=(PIPELINE, DATA))
     stage, replica = divmod(launch.rank, num_replicas)
-    # Every process makes every group, in the same order, as torch requires.
-    directions = {}
-    for name in ("downward", "upward"):
-        for other in range(num_replicas):
-            group = dist.new_group([s * num_replicas + other for s in range(num_stages)], timeout=timeout)
-            if other == replica:
-                directions[name] = group
+    # Every process makes every group, in the same order, as torch requires. A device mesh's groups would wait for half
+    # an hour whatever the timeout is.
+    columns = [[s * num_replicas + other for s in range(num_stages)] for other in range(num_replicas)]
+    rows = [[s * num_replicas + other for other in range(num_replicas)] for s in range(num_stages)]
+
+    def own_group(all_ranks: list[list[int]]) -> dist.ProcessGroup:
+        groups: list[dist.ProcessGroup] = [dist.new_group(ranks, timeout=timeout) for ranks in all_ranks]
+        (own,) = (group for group, ranks in zip(groups, all_ranks, strict=True) if launch.rank in ranks)
+        return own
+
     return Mesh(
         stage,
         num_stages,
@@ -105,20 +130,44 @@ def build_mesh(
         num_replicas,
         device,
         tuple(s * num_replicas + replica for s in range(num_stages)),
-        downward=directions["downward"],
-        upward=directions["upward"],
-        stages=mesh.get_group(PIPELINE),
-        replicas=mesh.get_group(DATA) if num_replicas > 1 else None,
-        background=dist.new_group(backend="gloo", timeout=max(timeout, BACKGROUND_TIMEOUT)),
+        downward=own_group(columns),
+        upward=own_group(columns),
+        stages=own_group(columns),
+        replicas=own_group(rows) if num_replicas > 1 else None,
+        background=dist.new_group(backend="gloo", timeout=timeout),
         timeout=timeout,
+        watch=Watch(launch.rank),
     )
 
 
 def join(launch: Launch, device_type: str, timeout: float) -> None:
     """Join the process group, if there is more than one process and it has not been joined yet."""
     if launch.world_size > 1 and not dist.is_initialized():
-        backend = "nccl" if device_type == "cuda" else "gloo"
-        dist.init_process_group(backend=backend, timeout=timedelta(seconds=timeout))
+        if is_one_host(os.environ) and (loopback := find_loopback()) is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # else gloo listens at the host's public address
+        backend, limit = "nccl" if device_type == "cuda" else "gloo", timedelta(seconds=timeout)
+        try:
+            shared, rank, num_ranks = next(rendezvous("env://", launch.rank, launch.world_size, timeout=limit))
+            store = meet(shared, rank=rank, num_ranks=num_ranks, timeout=limit)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=limit)
+        except PeerError:
+            raise
+        except RuntimeError as error:
+            raise PeerError(
+                f"rank {launch.rank} did not meet the other {launch.world_size - 1} within {timeout:g} s: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
+
+
+def is_one_host(environment: Mapping[str, str]) -> bool:
+    """Whether the launcher says that all ranks are on this host."""
+    here = environment.get("LOCAL_WORLD_SIZE")
+    return here is not None and here == environment.get("WORLD_SIZE")
+
+
+def find_loopback() -> str | None:
+    """The interface that only this host can reach; Linux and macOS name it differently."""
+    return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
 
 
 def leave() -> None:

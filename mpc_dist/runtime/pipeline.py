@@ -1,9 +1,10 @@
 """The pipeline as a training loop sees it: the same call on every rank, one step at a time."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from mpc_dist.runtime import state
 from mpc_dist.runtime.angle_probe import probe_angles
 from mpc_dist.runtime.description import receive_description, send_description
 from mpc_dist.runtime.executor import StepRecord
+from mpc_dist.runtime.guard import Guard
 from mpc_dist.runtime.mesh import Mesh, leave
 from mpc_dist.runtime.microbatch import split_batch
 from mpc_dist.runtime.reducer import AllReduceReducer
@@ -89,6 +91,7 @@ class Pipeline:
         self._timeout = timeout
         self._split = split
         self._cap = cap
+        self._costs = costs
         self._blocks = {t: build_block(t).to(mesh.device) for t in layout.stage_blocks(mesh.stage)}
         self._readouts = {s: build_readout(s).to(mesh.device) for s in self._boundaries()}
         self._build_readout = build_readout
@@ -99,8 +102,20 @@ class Pipeline:
         if zero is not None:
             check_weights(self.named_parameters().values())
         self._shared_head = self._share_head() if mesh.num_stages > 1 else None
+        scale = None if self._options.loss_scale is None else replace(self._options.loss_scale)
+        self.guard = Guard(
+            self._options.on_nonfinite,
+            scale,
+            agree=self._take_largest if mesh.stages is not None else None,
+            device=mesh.device,
+        )
+        if zero is not None and self.guard.may_skip:
+            raise ValueError(
+                "DeepSpeed shares the optimizer and updates by itself; use on_nonfinite stop, no loss scale"
+            )
         self._stage: Stage | None = None
         self._transport: DistributedTransport | None = None
+        mesh.watch.describe = self.describe
 
     @property
     def stage(self) -> Stage:
@@ -112,6 +127,37 @@ class Pipeline:
     def seconds_waiting(self) -> float:
         """How long this rank has waited for its neighbours so far."""
         return self._transport.seconds_waiting if self._transport is not None else 0.0
+
+    @property
+    def waiting_for(self) -> dict[int, float]:
+        """How long this rank has waited for each neighbour so far, in seconds."""
+        return dict(self._transport.waiting_for) if self._transport is not None else {}
+
+    @property
+    def share_of_work(self) -> float:
+        """What a step of this rank should cost, as the schedule was built: by the given costs, else by blocks."""
+        costs = self._costs or Costs.uniform([len(blocks) for blocks in self.layout.blocks])
+        return sum(costs.of(action) for action in self.schedule.programs[self.mesh.stage])
+
+    def describe(self) -> dict[str, Any]:
+        """What this rank is doing; another thread may ask while it does it."""
+        if self._stage is None:
+            return {}
+        sent = self._transport.sent_bytes if self._transport is not None else 0
+        finding = self.guard.find()
+        return {
+            "step": self._stage.randomness.step + 1,
+            **self._stage.executor.describe(),
+            "sent_bytes": sent,
+            "finding": None if finding is None else vars(finding),
+        }
+
+    def _take_largest(self, value: Tensor) -> None:
+        """Put the largest of all ranks in place."""
+        for group in (self.mesh.stages, self.mesh.replicas):
+            if group is not None:
+                with self.mesh.watch.waiting(group, "the agreement on the update"):
+                    dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
 
     @property
     def seconds_waiting_for_head(self) -> float:
@@ -166,6 +212,7 @@ class Pipeline:
     def step(self, inputs: Tensor, labels: Tensor) -> StepResult:
         """One optimizer step. Every stage of a replica gives the same batch and uses what it needs of it."""
         parts = self._prepare(inputs, labels)
+        self.mesh.watch.phase = "training"
         self.stage.start_step(*parts)
         record = self.stage.run()
         assert record is not None
@@ -174,7 +221,8 @@ class Pipeline:
     def evaluate(self, inputs: Tensor, labels: Tensor) -> dict[int, Score]:
         """Loss and accuracy at every readout of this rank, by boundary, without training."""
         parts = self._prepare(inputs, labels)
-        *_, scores = self.stage.evaluate(*parts)
+        with self.mesh.watch.during("evaluation"):
+            *_, scores = self.stage.evaluate(*parts)
         assert scores is not None
         return scores
 
@@ -185,8 +233,10 @@ class Pipeline:
         """
         if self._zero is not None:
             raise ValueError("windows cannot change while DeepSpeed shares the optimizer: it takes no new parameters")
+        self.mesh.watch.phase = "change of windows"
         self.close()
         before = self._stage
+        self._costs = None  # they were of other segments
         partition = [len(self.layout.stage_blocks(rank)) for rank in range(self.layout.num_ranks)]
         self.layout = lay_out(windows, partition)
         self.schedule = build_schedule(self.layout, self.schedule.num_microbatches, split=self._split, cap=self._cap)
@@ -210,6 +260,7 @@ class Pipeline:
         needed = {s for readouts in needed_readouts(self.layout.blocks[-1].stop, windows) for s in readouts}
         ends = sorted(needed & set(range(min(self._blocks) + 1, max(self._blocks) + 2)))
         readouts = {s: self._readouts[s] if s in self._readouts else self._build_extra_readout(s) for s in ends}
+        self.mesh.watch.phase = "angles"
         self.close()  # what was sent for training has arrived: the channels are free
         profile = probe_angles(
             self.mesh,
@@ -279,15 +330,19 @@ class Pipeline:
         after = mesh.ranks_of_stages[mesh.stage + 1] if mesh.stage + 1 < mesh.num_stages else None
         channels: dict[tuple[str, str], Channel] = {}
         if before is not None:
-            shape, dtype = receive_description(before, mesh.downward, mesh.device)
+            with mesh.watch.waiting(mesh.downward, f"the shape of rank {before}'s messages", peers=[before]):
+                shape, dtype = receive_description(before, mesh.downward, mesh.device)
             sample = torch.zeros(shape, dtype=dtype, device=mesh.device)
             for direction, kind, group in (("receive", ACTIVATIONS, mesh.downward), ("send", ADJOINTS, mesh.upward)):
                 channels[direction, kind] = Channel(before, group, sample.shape, sample.dtype, mesh.device)
-        self._transport = DistributedTransport(channels, rank=mesh.ranks_of_stages[mesh.stage], timeout=self._timeout)
+        self._transport = DistributedTransport(
+            channels, rank=mesh.ranks_of_stages[mesh.stage], timeout=self._timeout, watch=mesh.watch
+        )
         stage = self._build_stage(self._transport)
         if after is not None:
             output = _probe(stage, sample)
-            send_description(output, after, mesh.downward)
+            with mesh.watch.waiting(mesh.downward, f"rank {after} to take the shape of messages", peers=[after]):
+                send_description(output, after, mesh.downward)
             for direction, kind, group in (("send", ACTIVATIONS, mesh.downward), ("receive", ADJOINTS, mesh.upward)):
                 channels[direction, kind] = Channel(after, group, output.shape, output.dtype, mesh.device)
         return stage
@@ -299,7 +354,8 @@ class Pipeline:
 
         def sum_over_stages(value: Tensor) -> None:
             there = value.to(mesh.device)  # that of a stage without weights is not there yet
-            dist.all_reduce(there, group=mesh.stages)
+            with mesh.watch.waiting(mesh.stages, "the norm of all gradients"):
+                dist.all_reduce(there, group=mesh.stages)
             value.copy_(there)
 
         def go_on(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -321,11 +377,12 @@ class Pipeline:
             transport=transport,
             optimizer=go_on,
             options=self._options,
-            reducer=AllReduceReducer(mesh.replicas) if mesh.replicas is not None else None,
+            reducer=AllReduceReducer(mesh.replicas, mesh.watch) if mesh.replicas is not None else None,
             sharding=self._shard if self._zero is not None else None,
             shared_head=self._shared_head,
             sum_over_stages=sum_over_stages if mesh.stages is not None else None,
             replica=mesh.replica,
+            guard=self.guard,
         )
         if before is not None:
             stage.randomness.step = before.randomness.step

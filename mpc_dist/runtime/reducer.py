@@ -6,12 +6,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mpc_dist.runtime.watch import Watch
+
 
 class AllReduceReducer:
     """One asynchronous all-reduce per segment, started when its gradients are complete."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, watch: Watch) -> None:
         self._group = group
+        self._watch = watch
         self._num_replicas = dist.get_world_size(group)
         self._under_way: list[tuple[Tensor, list[Tensor], dist.Work]] = []
 
@@ -30,7 +33,8 @@ class AllReduceReducer:
     def finish(self) -> None:
         """Wait for all of them and put the averages in place."""
         for bucket, gradients, work in self._under_way:
-            work.wait()
+            with self._watch.waiting(self._group, "the average of the replicas' gradients"):
+                work.wait()
             bucket /= self._num_replicas
             parts = torch.split_with_sizes(bucket, [gradient.numel() for gradient in gradients])
             for gradient, part in zip(gradients, parts, strict=True):

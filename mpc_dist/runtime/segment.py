@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from mpc_dist.gradient import run_block
 from mpc_dist.readout import Loss
 from mpc_dist.runtime.engine import add_gradients, find_gradient
+from mpc_dist.runtime.guard import WIDEST_PROBE, Guard
 from mpc_dist.runtime.split import WeightHalf, run_input_half
 
 Scope = Callable[[int, int], AbstractContextManager[object]]
@@ -56,6 +57,8 @@ class Segment:
     scope: Scope = field(default=lambda _block, _microbatch: nullcontext())
     is_checkpointed: bool = False
     """Whether each block keeps only its input and runs again in backward."""
+    guard: Guard = field(default_factory=Guard)
+    """Told of every block's output, and of the factor on the loss."""
 
     def __post_init__(self) -> None:
         self._in_flight: dict[int, _InFlight] = {}
@@ -63,11 +66,16 @@ class Segment:
         self._parameters = [p for block in self.blocks for p in block.parameters() if p.requires_grad]
         self._readout_parameters = [] if self.readout is None else [*self.readout.parameters()]
         self._readout_parameters = [p for p in self._readout_parameters if p.requires_grad]
+        self._probes = self._choose_probes()
 
     @property
     def in_flight(self) -> Set[int]:
         """The micro-batches whose activations are held."""
         return self._in_flight.keys()
+
+    def held(self) -> list[Tensor]:
+        """Inputs and outputs of the micro-batches in flight, not what graphs save; for another thread."""
+        return [tensor for flight in list(self._in_flight.values()) for tensor in (flight.source, flight.output)]
 
     def forward(self, microbatch: int, state: Tensor) -> Tensor:
         """Run the blocks; the output is detached."""
@@ -84,15 +92,22 @@ class Segment:
                     state = checkpoint(block, state, use_reentrant=False)
                 else:
                     state = run_block(block, state)
+            if self.guard.is_on and torch.is_grad_enabled():
+                self.guard.see("activation", index, microbatch, state)
         return state
 
     def read(self, microbatch: int, state: Tensor, labels: Tensor) -> Reading:
         """Read the loss of the segment's output, and its gradients: the readout's own go to `.grad`."""
         leaf = state.detach().requires_grad_()
-        loss = self.loss(self.predict(microbatch, leaf), labels)
+        prediction = self.predict(microbatch, leaf)
+        if prediction.dtype == torch.float16:
+            prediction = prediction.float()  # a scaled loss would overflow
+        loss = self.loss(prediction, labels)
         if self._share is None:
             self._share = torch.full_like(loss, 1 / self.num_microbatches)
-        add_gradients([loss], [self._share], [leaf, *self._readout_parameters], retain_graph=False)
+        scale = self.guard.scale
+        share = self._share if scale is None else self._share * scale.value
+        add_gradients([loss], [share], [leaf, *self._readout_parameters], retain_graph=False)
         assert leaf.grad is not None
         return Reading(loss.detach(), leaf.grad)
 
@@ -135,6 +150,31 @@ class Segment:
         assert half is not None, "the input half comes first"
         half.run()
         self._use(microbatch)
+
+    @property
+    def range(self) -> range:
+        """The indices of its blocks."""
+        return range(self.first_block, self.first_block + len(self.blocks))
+
+    def see_backward(self, microbatch: int) -> None:
+        """Let the guard look at one small gradient of each block, which tells the micro-batch of a mistake."""
+        blocks, parameters = self._probes
+        self.guard.see_gradients(blocks, parameters, microbatch)
+
+    def see_gradients(self) -> None:
+        """Let the guard look at all gradients, which are complete."""
+        blocks = [t for t, block in zip(self.range, self.blocks, strict=True) for p in block.parameters()]
+        readout = [] if self.readout is None else [*self.readout.parameters()]
+        parameters = [p for block in self.blocks for p in block.parameters()]
+        self.guard.see_gradients([*blocks, *[self.range[-1]] * len(readout)], [*parameters, *readout])
+
+    def _choose_probes(self) -> tuple[list[int], list[nn.Parameter]]:
+        """The first small parameter of each block: what goes wrong on the way back through the block reaches it."""
+        found: dict[int, nn.Parameter] = {}
+        for index, block in zip(self.range, self.blocks, strict=True):
+            small = [p for p in block.parameters() if p.requires_grad and p.numel() <= WIDEST_PROBE]
+            found |= {index: small[0]} if small else {}
+        return list(found), list(found.values())
 
     def _use(self, microbatch: int) -> None:
         flight = self._in_flight[microbatch]

@@ -13,17 +13,18 @@ from torch import Tensor, nn
 
 from mpc_dist.readout import Shared
 from mpc_dist.runtime.mesh import Mesh
-from mpc_dist.runtime.transport import PeerError
+from mpc_dist.runtime.watch import Wait, Watch
 
 
 class SharedHead:
     """One rank's copy of the head; on the last stage, the head itself."""
 
-    def __init__(self, head: nn.Module, *, source: int, rank: int, group: dist.ProcessGroup) -> None:
+    def __init__(self, head: nn.Module, *, source: int, rank: int, group: dist.ProcessGroup, watch: Watch) -> None:
         self._tensors = [tensor for tensor in (*head.parameters(), *head.buffers()) if tensor.is_floating_point()]
         self._source = source
         self._rank = rank
         self._group = group
+        self._watch = watch
         self._under_way: tuple[dist.Work, Tensor] | None = None
         self.seconds_waiting = 0.0
         """Time spent waiting for the head so far."""
@@ -42,16 +43,18 @@ class SharedHead:
             return
         work, flat = self._under_way
         self._under_way = None
-        start = time.perf_counter()
+        # The last stage sends to all readers; each of them waits for the last stage only.
+        members = dist.get_process_group_ranks(self._group)
+        peers = [rank for rank in members if rank != self._rank] if self._rank == self._source else [self._source]
+        what = f"the shared head of rank {self._source}"
+        self._watch.wait = wait = Wait(tuple(peers), what)
         try:
             work.wait()
         except RuntimeError as error:
-            raise PeerError(
-                f"rank {self._rank} gave up waiting for the shared head of rank {self._source} after "
-                f"{time.perf_counter() - start:.1f} s: {str(error).splitlines()[0]}"
-            ) from error
+            raise self._watch.give_up(wait, error, f"waiting for {what}") from error
+        self._watch.wait = None
         if self._rank != self._source:
-            self.seconds_waiting += time.perf_counter() - start
+            self.seconds_waiting += time.perf_counter() - wait.since
             parts = torch.split(flat, [tensor.numel() for tensor in self._tensors])
             with torch.no_grad():
                 for tensor, part in zip(self._tensors, parts, strict=True):
@@ -64,7 +67,8 @@ def share_head(mesh: Mesh, readers: frozenset[int], readouts: Mapping[int, nn.Mo
     `readers` are the stages that read a loss. All ranks call it: they make the groups together.
     """
     num_shared = torch.tensor(sum(isinstance(readout, Shared) for readout in readouts.values()), device=mesh.device)
-    dist.all_reduce(num_shared, group=mesh.stages)
+    with mesh.watch.waiting(mesh.stages, "the number of shared heads"):
+        dist.all_reduce(num_shared, group=mesh.stages)
     if not num_shared:
         return None
     own = None
@@ -81,4 +85,4 @@ def share_head(mesh: Mesh, readers: frozenset[int], readouts: Mapping[int, nn.Mo
     for readout in shared:
         readout.point_to(head)
     ranks_of_stages = mesh.ranks_of_stages
-    return SharedHead(head, source=ranks_of_stages[-1], rank=ranks_of_stages[mesh.stage], group=own)
+    return SharedHead(head, source=ranks_of_stages[-1], rank=ranks_of_stages[mesh.stage], group=own, watch=mesh.watch)

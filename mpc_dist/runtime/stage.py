@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import torch
@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from mpc_dist.readout import Loss
 from mpc_dist.runtime.executor import Executor, StepRecord
+from mpc_dist.runtime.guard import Guard, Policy
+from mpc_dist.runtime.loss_scale import LossScale
 from mpc_dist.runtime.randomness import Randomness, has_dropout
 from mpc_dist.runtime.segment import Scope, Segment
 from mpc_dist.runtime.shared_head import SharedHead
@@ -44,13 +46,20 @@ class StageOptions:
     clip_scope: Literal["stage", "global"] = "stage"
     """Whose norm it is. `global` makes every rank wait for all others at each update."""
     autocast: bool = False
-    """Whether forwards run in bfloat16 where torch deems it safe."""
+    """Whether forwards run in `autocast_dtype` where torch deems it safe."""
+    autocast_dtype: torch.dtype = torch.bfloat16
+    """bfloat16, or float16, which wants a loss scale."""
     checkpoint: bool = False
     """Whether each block keeps only its input and runs again in backward."""
     seed: int = 0
     """What dropout is drawn from."""
     record_times: bool = False
     """Whether every step records when each action ran."""
+    on_nonfinite: Policy = "ignore"
+    """What a number that is not finite does: stop: raise before the update; skip: leave the update out on all ranks,
+    which makes every rank wait for all others at each update; ignore: nothing, and nothing is looked at."""
+    loss_scale: LossScale | None = None
+    """What the loss scale begins with; None: no scaling."""
 
 
 class Stage:
@@ -73,6 +82,7 @@ class Stage:
         shared_head: SharedHead | None = None,
         sum_over_stages: Callable[[Tensor], None] | None = None,
         replica: int = 0,
+        guard: Guard | None = None,
     ) -> None:
         """`blocks` and `readouts` are this rank's, by their index and boundary in the chain.
 
@@ -88,6 +98,9 @@ class Stage:
         self.transport = transport
         self._reducer = reducer
         self._shared_head = shared_head
+        scale = None if options.loss_scale is None else replace(options.loss_scale)
+        self.guard = Guard(options.on_nonfinite, scale) if guard is None else guard
+        self._kept_buffers: list[Tensor] = []
         self._sum_over_stages = sum_over_stages
         self.parameters = [p for _, p in self.named_parameters() if p.requires_grad]
         self.optimizer = optimizer(self.parameters) if self.parameters else None
@@ -105,6 +118,7 @@ class Stage:
             on_segment_done=self._reduce,
             on_update=self._update,
             record_times=options.record_times,
+            guard=self.guard,
         )
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -129,6 +143,9 @@ class Stage:
     def start_step(self, inputs: Sequence[Tensor], labels: Sequence[Tensor]) -> None:
         """Begin a step on these micro-batches."""
         self._await_head()
+        if self.guard.may_skip:
+            # Batch norm's statistics of a step that comes to nothing must not stay.
+            self._kept_buffers = [buffer.clone() for buffer in self._buffers()]
         self.executor.start_step(inputs, labels)
 
     def run(self) -> StepRecord | None:
@@ -181,7 +198,7 @@ class Stage:
             with ExitStack() as stack:
                 contexts: list[AbstractContextManager[object]] = [
                     random_scope(block, microbatch),
-                    torch.autocast(device.type, dtype=torch.bfloat16),
+                    torch.autocast(device.type, dtype=self._options.autocast_dtype),
                 ]
                 for context in contexts:
                     stack.enter_context(context)
@@ -202,6 +219,7 @@ class Stage:
             num_microbatches=self.schedule.num_microbatches,
             scope=scope,
             is_checkpointed=self._options.checkpoint,
+            guard=self.guard,
         )
 
     def _reduce(self, index: int) -> None:
@@ -211,18 +229,38 @@ class Stage:
             modules = [*segment.blocks, *([] if segment.readout is None else [segment.readout])]
             self._reducer.start([p for module in modules for p in module.parameters() if p.requires_grad])
 
-    def _update(self) -> None:
+    def _update(self, record: StepRecord) -> None:
         if self._reducer is not None:
             self._reducer.finish()
-        if self.zero is not None:
+        # Gradients have the factor of this step, which the decision may change for the next.
+        factor = 1.0 if self.guard.scale is None else 1 / self.guard.scale.value
+        decision = self.guard.decide(step=self.randomness.step + 1) if self.guard.is_on else True
+        if decision is not True:
+            record.is_skipped = True
+            record.finding = decision or None
+            self._leave_out()
+        elif self.zero is not None:
             self.zero.step()
         else:
-            self._step()
+            self._step(factor)
         if self._shared_head is not None:
             self._shared_head.start()
         self.randomness.step += 1
 
-    def _step(self) -> None:
+    def _buffers(self) -> list[Tensor]:
+        return [buffer for part in (*self.blocks.values(), *self.readouts.values()) for buffer in part.buffers()]
+
+    def _leave_out(self) -> None:
+        """Be as before the step."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        for buffer, kept in zip(self._buffers(), self._kept_buffers, strict=True):
+            buffer.copy_(kept)
+
+    def _step(self, factor: float) -> None:
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        if factor != 1 and gradients:
+            torch._foreach_mul_(gradients, factor)
         if self._options.clip_norm is not None:
             self._clip(self._options.clip_norm)
         if self.optimizer is not None:

@@ -16,13 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mpc_dist.runtime.watch import PeerError as PeerError
+from mpc_dist.runtime.watch import Wait, Watch
 from mpc_dist.schedule.action import Action
 
 ACTIVATIONS, ADJOINTS = "activations", "adjoints"
-
-
-class PeerError(RuntimeError):
-    """A neighbour did not answer in time, or answered with something else."""
 
 
 class Transport(Protocol):
@@ -132,13 +130,26 @@ class DistributedTransport:
     MOST_UNDER_WAY = 16
     """Sends per channel that may be unfinished: how far this rank can run ahead of a slower neighbour."""
 
-    def __init__(self, channels: dict[tuple[str, str], Channel], *, rank: int, timeout: timedelta) -> None:
+    def __init__(
+        self, channels: dict[tuple[str, str], Channel], *, rank: int, timeout: timedelta, watch: Watch | None = None
+    ) -> None:
         self._channels = channels
         """By (\"send\" or \"receive\", kind)."""
         self._rank = rank
         self._timeout = timeout
-        self.seconds_waiting = 0.0
-        """Time spent in receives so far."""
+        self._watch = watch or Watch(rank)
+        self.waiting_for: dict[int, float] = {}
+        """Seconds spent waiting for each neighbour so far."""
+
+    @property
+    def seconds_waiting(self) -> float:
+        """Time spent waiting so far."""
+        return sum(self.waiting_for.values())
+
+    @property
+    def sent_bytes(self) -> int:
+        """Size of the messages that the neighbours have not taken yet, as far as is known."""
+        return sum(message.tensor.nbytes for channel in self._channels.values() for message in list(channel.sent))
 
     @property
     def posted_bytes(self) -> int:
@@ -204,16 +215,14 @@ class DistributedTransport:
         self._wait(message.work, message.action, channel, "sending to")
 
     def _wait(self, work: dist.Work, action: Action, channel: Channel, doing: str) -> None:
-        start = time.perf_counter()
+        self._watch.wait = wait = Wait((channel.peer,), f"{doing} rank {channel.peer} at {action}")
         try:
             work.wait(self._timeout)
         except RuntimeError as error:
-            waited = time.perf_counter() - start
-            raise PeerError(
-                f"rank {self._rank} gave up {doing} rank {channel.peer} at {action} (micro-batch {action.microbatch}) "
-                f"after {waited:.1f} s: {str(error).splitlines()[0]}"
-            ) from error
-        self.seconds_waiting += time.perf_counter() - start
+            raise self._watch.give_up(wait, error, f"{wait.what} (micro-batch {action.microbatch})") from error
+        self._watch.wait = None
+        waited = time.perf_counter() - wait.since
+        self.waiting_for[channel.peer] = self.waiting_for.get(channel.peer, 0.0) + waited
 
 
 def kind_of(action: Action) -> str:

@@ -10,11 +10,13 @@ from mpc_dist.planner.plan import Plan
 from mpc_dist.planner.search import Request
 from mpc_dist.runtime.mesh import Launch, join
 from mpc_dist.runtime.stage import Score
+from mpc_dist.training.attempt import go_on_if_begun
 from mpc_dist.training.checkpoint_folder import folder_of, list_checkpoints
 from mpc_dist.training.config import Config
 from mpc_dist.training.loop import DrawRun, train
 from mpc_dist.training.planning import Probe, apply_plan, plan_for
 from mpc_dist.training.resume import NEVER
+from mpc_dist.training.run_lock import lock_run
 
 PLAN_FILE = "plan.yaml"
 """In the run folder: what was run."""
@@ -23,13 +25,22 @@ PLAN_FILE = "plan.yaml"
 def train_as_planned(
     config: Config, launch: Launch, plan_file: Path | None = None, *, draw: DrawRun | None = None
 ) -> tuple[Config, dict[int, Score]]:
-    """Train by the plan, if there is one; the configuration that was run, and the last evaluation."""
+    """Train by the plan, if there is one; the configuration that was run, and the last evaluation.
+
+    No other job can work in the run folder meanwhile.
+    """
+    plan = None if plan_file is None else Plan.read(plan_file)
+    with lock_run(Path(config.training.folder), rank=launch.rank):
+        return _train_locked(go_on_if_begun(config, launch), launch, plan, draw)
+
+
+def _train_locked(
+    config: Config, launch: Launch, plan: Plan | None, draw: DrawRun | None
+) -> tuple[Config, dict[int, Score]]:
     written = Path(config.training.folder) / PLAN_FILE
-    if plan_file is not None:
-        plan = Plan.read(plan_file)
-    elif config.horizon.mode == "auto":
+    if plan is None and config.horizon.mode == "auto":
         plan = _plan_at_start(config, launch)
-    else:
+    if plan is None:
         if launch.rank == 0:
             written.unlink(missing_ok=True)  # of another run that was in this folder
         return config, train(config, launch, draw=draw)

@@ -4,6 +4,7 @@ Saving is done by a thread with a process group of its own: a rank only copies i
 different steps never wait for each other.
 """
 
+import shutil
 import threading
 import time
 import warnings
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -45,6 +47,8 @@ class SaveOutcome:
     """Bytes that this rank wrote."""
     failure: str | None
     """Why there is no checkpoint; the ones before it are intact."""
+    is_peer_lost: bool = False
+    """Whether another rank did not take part in time, or is gone."""
 
 
 class CheckpointSaver:
@@ -94,12 +98,17 @@ class CheckpointSaver:
         return found
 
     def _write(self, step: int, tensors: dict[str, Tensor], progress: dict[str, Any]) -> None:
-        start, size, failure = time.perf_counter(), 0, None
+        start, size, failure, is_peer_lost = time.perf_counter(), 0, None, False
         try:
             size = self._write_together(step, tensors, progress)
         except (CheckpointException, Exception) as error:
             failure = _first_reason(error)
-        self._outcomes.append(SaveOutcome(step, time.perf_counter() - start, size, failure))
+            # What a rank raises while it writes comes as the library's exception; the group raises this one.
+            is_peer_lost = self._group is not None and isinstance(error, RuntimeError)
+            if self._rank == 0:
+                # On a full disk the next save needs the room.
+                shutil.rmtree(partial_of(self._folder, step), ignore_errors=True)
+        self._outcomes.append(SaveOutcome(step, time.perf_counter() - start, size, failure, is_peer_lost))
 
     def _write_together(self, step: int, tensors: dict[str, Tensor], progress: dict[str, Any]) -> int:
         partial = partial_of(self._folder, step)
@@ -182,7 +191,11 @@ class SavedCheckpoint:
     def described(self) -> Mapping[str, Tensor]:
         """Every name there is, with an empty tensor of its shape and type."""
         found: dict[str, Tensor] = {}
-        for name, entry in HuggingFaceStorageReader(str(self.path)).read_metadata().state_dict_metadata.items():
+        try:
+            entries = HuggingFaceStorageReader(str(self.path)).read_metadata().state_dict_metadata
+        except (SafetensorError, OSError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+            raise OSError(f"checkpoint {self.path} cannot be read: {_first_reason(error)}") from error
+        for name, entry in entries.items():
             assert isinstance(entry, TensorStorageMetadata)
             found[name] = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
         return found

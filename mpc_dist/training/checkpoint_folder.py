@@ -14,8 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mpc_dist.document import read_json
+from mpc_dist.plain_value import build
+from mpc_dist.validation import check_whole, show
+
 STATE_FILE = "state.json"
-FORMAT = 1
+FORMAT = 2
+"""2: it carries a checksum of itself."""
 _NAME = re.compile(r"step-(\d{8,})")
 _PARTIAL = ".partial"
 _REPLACED = ".replaced"
@@ -81,11 +86,7 @@ def partial_of(folder: Path, step: int) -> Path:
 
 def commit(partial: Path, state: CheckpointState, *, keep: int) -> Path:
     """Make what was written a checkpoint, and drop all but the newest `keep`."""
-    content = {
-        "format": FORMAT,
-        **vars(state),
-        "files": {name: vars(digest) for name, digest in state.files.items()},
-    }
+    content = seal({**vars(state), "files": {name: vars(digest) for name, digest in state.files.items()}})
     with (partial / STATE_FILE).open("w", encoding="utf-8") as file:
         json.dump(content, file, indent=1)
         file.flush()
@@ -103,6 +104,13 @@ def commit(partial: Path, state: CheckpointState, *, keep: int) -> Path:
     return final
 
 
+def seal(content: dict[str, Any]) -> dict[str, Any]:
+    """The content of a state file, with its format and the checksum by which a change is found."""
+    plain = {**content, "format": FORMAT}
+    text = json.dumps(plain, sort_keys=True)
+    return {**plain, "sha256": hashlib.sha256(text.encode()).hexdigest()}
+
+
 def clear(folder: Path, *, after: int | None = None) -> None:
     """Remove what interrupted saves left, and checkpoints of later steps than `after`, if it is given."""
     left = [path for path in folder.glob("step-*") if path.name.endswith((_PARTIAL, _REPLACED))]
@@ -115,17 +123,23 @@ def read_state(checkpoint: Path) -> CheckpointState:
     """What a checkpoint says of itself."""
     path = checkpoint / STATE_FILE
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        version = content.pop("format")
-        if version != FORMAT:
-            raise ValueError(f"it has format {version}, this version reads {FORMAT}")
-        content["files"] = {name: Digest(**digest) for name, digest in content["files"].items()}
-        state = CheckpointState(**content)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        content = read_json(path)
+        if not isinstance(content, dict):
+            raise ValueError(f"it holds a {type(content).__name__}")
+        if content.get("format") != FORMAT:
+            raise ValueError(f"it has format {show(content.get('format'))}, this version reads {FORMAT}")
+        checksum = content.pop("sha256", None)
+        if checksum != seal(content)["sha256"]:
+            raise ValueError("it is not what was written")
+        del content["format"]
+        state = build(CheckpointState, content)
+        check_whole("step", state.step, minimum=1)
+        check_whole("num_replicas", state.num_replicas, minimum=1)
+    except (OSError, ValueError) as error:
         raise ValueError(f"checkpoint {checkpoint} cannot be read: {path.name}: {error}") from error
     bad = next((name for name in state.files if Path(name).name != name), None)
     if bad is not None:
-        raise ValueError(f"checkpoint {checkpoint} names a file outside of it: {bad}")
+        raise ValueError(f"checkpoint {checkpoint} names a file outside of it: {show(bad)}")
     return state
 
 

@@ -18,6 +18,7 @@ import yaml
 from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
 from mpc_dist.data import DATA, MAX_SEED, DataSource, TextData
+from mpc_dist.document import read_yaml
 from mpc_dist.models import GPT, MODELS, BlockModel
 from mpc_dist.models.hugging_face import LoraConfig, adapt
 from mpc_dist.readout import ReadoutConfig
@@ -32,7 +33,7 @@ from mpc_dist.training.sections import (
     TrainingConfig,
 )
 from mpc_dist.training.tracking import TrackingConfig
-from mpc_dist.validation import check_whole, is_whole, look_up, suggest
+from mpc_dist.validation import check_whole, is_whole, look_up, named, show, suggest
 from mpc_dist.windows import check_horizon
 
 # Fields are described by the string below each of them.
@@ -96,7 +97,8 @@ class Config:
             check_horizon(horizon, self.model.num_blocks)
         adapt(self.model, self.lora)
         check_whole("batch_size", self.batch_size, minimum=1)
-        check_partition(self.partition, self.model.num_blocks)
+        with named("parallel.stages" if self.parallel.partition is None else "parallel.partition"):
+            check_partition(self.partition, self.model.num_blocks)
         self.horizon.build(self.partition)
         if self.batch_size % self.parallel.microbatches:
             raise ValueError(
@@ -117,6 +119,11 @@ class Config:
             raise ValueError(
                 "horizon.mode adaptive adds readouts while training, which data_parallel.sharding deepspeed cannot "
                 "take into its optimizer; use another mode, or sharding none"
+            )
+        if self.training.on_nonfinite == "skip" or self.training.build_loss_scale() is not None:
+            raise ValueError(
+                "data_parallel.sharding deepspeed cannot leave out a step; use training.on_nonfinite stop or ignore, "
+                "and no loss scale (autocast in bfloat16)"
             )
         if self.dtype != "float32":
             raise ValueError(f"data_parallel.sharding deepspeed works in float32, got dtype {self.dtype}; use float32")
@@ -213,7 +220,9 @@ class ConfigParser:
             _check_keys(kept, self._sections, path)
             try:
                 values = self.parser.parse_object(kept, namespace=values)
-            except ArgumentError as error:
+            except OverflowError as error:
+                raise ValueError(f"{path}: {_name_longest(_list_values(kept))} is too large for a number") from error
+            except (ArgumentError, RecursionError) as error:
                 raise ValueError(f"{path}: {_explain(error, self.parser)}") from error
         for extra in self._argv:
             if extra.partition("=")[0] not in _unsupported_options() and not extra.startswith("--config."):
@@ -221,7 +230,16 @@ class ConfigParser:
             raise ValueError(f"unknown option {extra!r}; give a file by --config, or fields such as --model.name")
         try:
             values = self.parser.parse_args(self._argv, namespace=values)
-        except ArgumentError as error:
+        except OverflowError as error:
+            given = [word.partition("=") for word in self._argv]
+            before = ["", *self._argv]  # an option and its value may be two words
+            options = [
+                (option if sign else last, value or option)
+                for (option, sign, value), last in zip(given, before, strict=False)
+            ]
+            longest = _name_longest([(option.lstrip("-"), value) for option, value in options])
+            raise ValueError(f"{longest} is too large for a number") from error
+        except (ArgumentError, RecursionError) as error:
             raise ValueError(_explain(error, self.parser)) from error
         plain = {entry.name: values[entry.name] for entry in dataclasses.fields(Config)}
         _check_given({name: value for name, value in plain.items() if name not in SECTIONS}, Config, "")
@@ -288,24 +306,13 @@ def _keep_chosen(content: Mapping[str, Any], sections: Mapping[str, Any]) -> dic
     return {key: value for key, value in content.items() if is_chosen(key, value)}
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """Refuses a key that is given twice, where YAML would silently take the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
-        twice = next((key for key in keys if isinstance(key, str) and keys.count(key) > 1), None)
-        if twice is not None:
-            raise yaml.constructor.ConstructorError(None, None, f"key {twice!r} is given twice", node.start_mark)
-        return super().construct_mapping(node, deep)
-
-
 def _read_yaml(path: Path) -> Mapping[str, Any]:
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeyLoader)
+        content = read_yaml(path)
     except FileNotFoundError as error:
         raise ValueError(f"config file {path} does not exist; the shipped ones are in configs/") from error
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise ValueError(f"config file {path} cannot be read: {' '.join(str(error).split())}") from error
+    except (OSError, ValueError) as error:  # a path may not even be one
+        raise ValueError(f"config file {path} cannot be read: {error}") from error
     if content is None:
         return {}
     if isinstance(content, Mapping) and (is_whole(content.get("horizon")) or content.get("horizon") == AUTO):
@@ -319,11 +326,11 @@ def _check_keys(content: Mapping[str, Any], sections: Mapping[str, Any], path: s
     top = [entry.name for entry in dataclasses.fields(Config)]
     for key, value in content.items():
         if key not in top:
-            raise ValueError(f"{path}: unknown key {key!r}; {suggest(key, top)}")
+            raise ValueError(f"{path}: unknown key {show(key)}; {suggest(key, top)}")
         if key not in sections:
             continue
         if not isinstance(value, Mapping):
-            raise ValueError(f"{path}: {key} must be a mapping of fields, got {value!r}")
+            raise ValueError(f"{path}: {key} must be a mapping of fields, got {show(value)}")
         known = [entry.name for entry in dataclasses.fields(sections[key])]
         for inner in value:
             if inner not in known:
@@ -338,7 +345,28 @@ def _check_given(values: Mapping[str, Any], kind: Any, prefix: str) -> None:
             raise ValueError(f"{prefix}{name} may not be null; leave it out for its default")
 
 
-def _explain(error: ArgumentError, parser: ArgumentParser) -> str:
+def _list_values(content: Mapping[str, Any], prefix: str = "") -> list[tuple[str, object]]:
+    """Every field of a file with its path."""
+    found: list[tuple[str, object]] = []
+    for key, value in content.items():
+        found += _list_values(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(f"{prefix}{key}", value)]
+    return found
+
+
+def _name_longest(values: Sequence[tuple[str, object]]) -> str:
+    """The field with the longest value, and the value: the library does not say which one it could not convert."""
+
+    def length(pair: tuple[str, object]) -> int:
+        value = pair[1]
+        if is_whole(value):
+            return int(value).bit_length() // 3
+        return len(value if isinstance(value, str) else show(value))
+
+    name, value = max(values, key=length)
+    return f"{name} {show(value)}"
+
+
+def _explain(error: Exception, parser: ArgumentParser) -> str:
     """The library's message on one line, with the nearest valid option for an unknown one."""
     message = re.sub(r"<class '(\w+)'>", r"\1", " ".join(str(error).split()))
     union = re.search(r'key "(.*?)": Does not validate .* Subtypes: \[(.*)\] Errors: .* Given value: (.*)', message)

@@ -1,29 +1,40 @@
 """The training loop: the same on every rank, each with its stage."""
 
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
 
 from mpc_dist.data import Batch, Batches, Dataset
+from mpc_dist.document import write_whole
 from mpc_dist.models import build_parts
+from mpc_dist.models.block_model import Parts
 from mpc_dist.planner.adapt import GrowingHorizon
 from mpc_dist.profile import SavedBytes
 from mpc_dist.readout import LOSSES
 from mpc_dist.runtime.executor import StepRecord
-from mpc_dist.runtime.mesh import Launch, Mesh, build_mesh, check_world
-from mpc_dist.runtime.pipeline import Pipeline
+from mpc_dist.runtime.guard import NonFiniteError, check_state
+from mpc_dist.runtime.mesh import Launch, Mesh, build_mesh, check_world, join
+from mpc_dist.runtime.pipeline import Pipeline, StepResult
+from mpc_dist.runtime.preemption import Preempted, Preemption
+from mpc_dist.runtime.pulse import blame_silent
 from mpc_dist.runtime.stage import Score, StageOptions
-from mpc_dist.runtime.zero import check_settings
+from mpc_dist.runtime.transport import PeerError
+from mpc_dist.runtime.zero import ZeroSettings, check_settings
 from mpc_dist.schedule import Costs, lay_out
+from mpc_dist.training.attempt import note_begun
 from mpc_dist.training.checkpoint import CheckpointSaver, SavedCheckpoint
 from mpc_dist.training.checkpoint_folder import folder_of
 from mpc_dist.training.config import Config
@@ -33,14 +44,14 @@ from mpc_dist.training.metrics import MetricsFile, forget_other_ranks, read_metr
 from mpc_dist.training.optimizer import LearningRate, build_optimizer
 from mpc_dist.training.resume import Resume, weights_fingerprint
 from mpc_dist.training.sections import DROP_ON_RISE
+from mpc_dist.training.size import check_stage_size
+from mpc_dist.training.straggler import MOST_STEPS, Pace, find_straggler, gather_paces
+from mpc_dist.training.watcher import EXPLAINED, GRACE, Watcher
+from mpc_dist.training.watcher import RankError as RankError
 from mpc_dist.windows import Windows, expand, tumbling
 
 NUM_TIMELINES = 20
 """Of how many last steps the metrics hold when each action ran."""
-
-
-class RankError(ValueError):
-    """What befell one rank after the ranks had met; the others may know nothing of it."""
 
 
 DrawRun = Callable[[Config, Costs | None], Mapping[str, Path]]
@@ -70,8 +81,28 @@ def train(
     config.tracking.check_installed()
     data = config.data.load()
     parts = build_parts(config.trained_model, data.task, readout=config.readout, seed=config.seed)
+    check_stage_size(config, data.task, launch.rank // config.data_parallel.degree)
     batches = Batches(data.train, batch_size=config.batch_size * config.data_parallel.degree, seed=config.seed)
-    timeout = timedelta(seconds=parallel.timeout)
+    join(launch, config.torch_device.type, (timedelta(seconds=parallel.timeout) + GRACE).total_seconds())
+    with blame_silent(launch):
+        return _train_together(config, launch, resume, zero, data, parts, batches, costs, draw, is_quiet=is_quiet)
+
+
+def _train_together(
+    config: Config,
+    launch: Launch,
+    resume: Resume,
+    zero: ZeroSettings | None,
+    data: Dataset,
+    parts: Parts,
+    batches: Batches,
+    costs: Costs | None,
+    draw: DrawRun | None,
+    *,
+    is_quiet: bool,
+) -> dict[int, Score]:
+    parallel = config.parallel
+    timeout = timedelta(seconds=parallel.timeout) + GRACE  # the watcher's limit is the timeout itself
     mesh = build_mesh(
         launch,
         num_stages=parallel.stages,
@@ -79,7 +110,11 @@ def train(
         device_type=config.torch_device.type,
         timeout=timeout,
     )
+    folder = Path(config.training.folder)
+    watcher = Watcher(mesh, launch.rank, launch.world_size, folder, timeout=parallel.timeout)
     saved = resume.choose(mesh)
+    note_begun(config, launch)
+    preemption = Preemption(launch, after=0 if saved is None else saved.state.step, grace=config.checkpoints.grace)
     growing = GrowingHorizon(mesh.num_stages) if config.horizon.mode == "adaptive" else None
     if growing is not None and saved is not None and saved.state.progress["horizon"] is not None:
         growing.load_state_dict(saved.state.progress["horizon"])
@@ -99,6 +134,9 @@ def train(
                 clip_norm=config.training.clip_norm,
                 clip_scope=config.training.clip_scope,
                 autocast=config.training.autocast,
+                autocast_dtype=getattr(torch, config.training.autocast_dtype),
+                on_nonfinite=config.training.on_nonfinite,
+                loss_scale=config.training.build_loss_scale(),
                 checkpoint=config.training.recompute,
                 seed=config.seed,
                 record_times=True,
@@ -110,17 +148,19 @@ def train(
             config.tracking,
             rank=launch.rank,
             num_ranks=launch.world_size,
-            folder=Path(config.training.folder),
+            folder=folder,
             draw=None if draw is None else partial(draw, config, costs),
             is_resumed=saved is not None and resume.is_own(saved),
         )
-        with pipeline, journal:
-            loop = _Loop(config, launch, mesh, pipeline, data, batches, growing, journal, is_quiet=is_quiet)
+        with preemption, pipeline, journal, watcher:
+            loop = _Loop(config, launch, mesh, pipeline, data, batches, growing, journal, preemption, is_quiet=is_quiet)
             return loop.run(saved, is_continued=saved is not None and resume.is_own(saved))
-    except (ValueError, OSError) as error:
-        if launch.world_size == 1:
+    except EXPLAINED as error:
+        if launch.world_size == 1 or isinstance(error, RankError):
             raise
-        raise RankError(f"rank {launch.rank}: {error}") from error
+        raise RankError(watcher.explain(error)) from error
+    finally:
+        watcher.close()
 
 
 def windows_now(config: Config, growing: GrowingHorizon | None) -> Windows:
@@ -141,6 +181,7 @@ class _Loop:
         batches: Batches,
         growing: GrowingHorizon | None,
         journal: Journal,
+        preemption: Preemption,
         *,
         is_quiet: bool,
     ) -> None:
@@ -166,8 +207,10 @@ class _Loop:
             group=mesh.background,
         )
         self._save_failure: str | None = None
+        self._busy: deque[float] = deque(maxlen=MOST_STEPS)
         self._rank = launch.rank
         self._listener = journal.put
+        self._preemption = preemption
 
     def run(self, saved: SavedCheckpoint | None, *, is_continued: bool) -> dict[int, Score]:
         """Train to the end, evaluating and saving on the way.
@@ -190,6 +233,8 @@ class _Loop:
         with shown as progress:
             bar = None if progress is None else progress.add_task("training", total=training.steps, completed=first - 1)
             for step in range(first, training.steps + 1):
+                if not self._preemption.begin(step):
+                    self._stop(step - 1, is_saved=step == first)
                 self._train_step(step, is_first=step == first)
                 if self._growing is not None and step % self._config.horizon.every == 0:
                     self._adapt(step, self._growing)
@@ -206,11 +251,24 @@ class _Loop:
             scores = self._evaluate(last)
         self._saver.wait()
         self._report_saves()
+        pace = Pace(
+            self._rank,
+            statistics.median(self._busy) if self._busy else 0.0,
+            self._pipeline.share_of_work,
+            self._pipeline.waiting_for,
+        )
+        straggler = find_straggler(gather_paces(self._mesh, pace))
+        if straggler is not None:
+            self._say(str(straggler))
         self._metrics.write(
             event="end",
             step=last,
             seconds=time.perf_counter() - started,
             seconds_waiting=self._pipeline.seconds_waiting,
+            seconds_waiting_for=self._pipeline.waiting_for,
+            busy_seconds=pace.busy,
+            straggler=None if straggler is None else {**vars(straggler), "text": str(straggler)},
+            skipped_steps=self._pipeline.guard.num_skipped,
             scores=plain_scores(scores),
         )
         if self._save_failure is not None:
@@ -229,24 +287,45 @@ class _Loop:
         self._batches.load_state_dict(progress["data"])
         self._rate.load_state_dict(progress["rate"], num_steps=step)
         self._losses.restore(saved)
+        self._pipeline.guard.load_state_dict(progress.get("numbers", {}))
         return missing
 
     def _save(self, step: int) -> None:
         start = time.perf_counter()
         tensors = {**self._pipeline.collect_state(), **self._losses.collect()}
+        if self._config.training.on_nonfinite != "ignore":
+            check_state(tensors, step=step)
         progress = {
             "data": self._batches.state_dict(),
             "rate": self._rate.state_dict(),
             "horizon": None if self._growing is None else self._growing.state_dict(),
+            "numbers": self._pipeline.guard.state_dict(),
         }
         self._saver.save(step, tensors, progress)
         self._metrics.write(event="checkpoint", step=step, stall_seconds=time.perf_counter() - start)
         self._report_saves()
 
+    def _stop(self, step: int, *, is_saved: bool) -> NoReturn:
+        """Save, unless this was just done, and end as one that was asked to."""
+        checkpoints = self._config.checkpoints
+        if not is_saved and checkpoints.every != 0 and not checkpoints.is_due(step, last=self._config.training.steps):
+            self._save(step)
+        self._saver.wait()
+        self._report_saves()
+        self._pipeline.close()  # without checkpoints, a neighbour may still be on its way to this step
+        if self._save_failure is not None:
+            raise OSError(f"stopped by a signal after step {step}, but it could not be saved: {self._save_failure}")
+        self._metrics.write(event="preempted", step=step)
+        self._preemption.leave()
+        raise Preempted(step, is_saved=checkpoints.every != 0 and step > 0)
+
     def _report_saves(self) -> None:
         """Write down how saves went that have ended."""
         for outcome in self._saver.take_outcomes():
             self._metrics.write(event="saved", **vars(outcome))
+            if outcome.is_peer_lost:
+                # Its group does not work any more: there would never be another checkpoint.
+                raise PeerError(f"rank {self._rank} lost another rank while saving: {outcome.failure}")
             self._save_failure = outcome.failure
             if outcome.failure is not None:
                 self._say(f"the checkpoint after step {outcome.step} could not be saved: {outcome.failure}")
@@ -259,7 +338,7 @@ class _Loop:
     def _write_start(self) -> None:
         mesh, config = self._mesh, self._config
         if mesh.stage == mesh.replica == 0:
-            (self._folder / "config.yaml").write_text(config.as_yaml(), encoding="utf-8")
+            write_whole(self._folder / "config.yaml", config.as_yaml())
         self._metrics.write(
             event="start",
             config=config.as_dict(),
@@ -280,13 +359,19 @@ class _Loop:
         if is_first:
             # What a schedule holds does not change from step to step: it is counted once.
             with SavedBytes([*self._pipeline.named_parameters().values(), inputs, labels]) as saved:
-                result = self._pipeline.step(inputs, labels)
+                result = self._run_step(inputs, labels)
             extra |= {"live_bytes": saved.peak, "rank_bytes": saved.peak + self._pipeline.fixed_bytes}
         else:
-            result = self._pipeline.step(inputs, labels)
+            result = self._run_step(inputs, labels)
         seconds = time.perf_counter() - start
         self._rate.step()
-        if self._losses.is_asked:
+        record = result.record
+        if not is_first:
+            self._busy.append(record.busy_seconds)
+        if record.is_skipped:
+            found = None if record.finding is None else vars(record.finding)
+            self._metrics.write(event="skipped", step=step, finding=found, **self._pipeline.guard.state_dict())
+        elif self._losses.is_asked:
             last = self._config.model.num_blocks
             self._losses.add([loss for boundary, loss in result.losses.items() if boundary == last])
         if self._batches.epoch != epoch:
@@ -298,7 +383,9 @@ class _Loop:
                 losses=result.losses,
                 step_seconds=seconds,
                 samples_per_second=self._config.batch_size * self._mesh.num_replicas / seconds,
-                bubble=measure_bubble(result.record),
+                bubble=measure_bubble(record),
+                busy_seconds=record.busy_seconds,
+                skipped_steps=self._pipeline.guard.num_skipped,
                 in_flight=result.record.most_in_flight,
                 seconds_waiting_for_head=self._pipeline.seconds_waiting_for_head,
                 **extra,
@@ -306,6 +393,13 @@ class _Loop:
         if step > self._config.training.steps - NUM_TIMELINES:
             actions = [(str(interval.action), interval.start, interval.end) for interval in result.record.timeline]
             self._metrics.write(event="timeline", step=step, actions=actions)
+
+    def _run_step(self, inputs: Tensor, labels: Tensor) -> StepResult:
+        try:
+            return self._pipeline.step(inputs, labels)
+        except NonFiniteError:
+            self._saver.wait()  # the last good checkpoint may still be on its way to the disk
+            raise
 
     def _adapt(self, step: int, growing: GrowingHorizon) -> None:
         """Measure the angle of the present windows on the last batch, decide, and change the windows if so decided."""
@@ -315,7 +409,8 @@ class _Loop:
         before = growing.size
         cosine = torch.tensor(profile.cosine(windows), dtype=torch.float64, device=self._mesh.device)
         if self._mesh.replicas is not None:
-            dist.all_reduce(cosine, group=self._mesh.replicas)
+            with self._mesh.watch.waiting(self._mesh.replicas, "the replicas' angle"):
+                dist.all_reduce(cosine, group=self._mesh.replicas)
             cosine /= self._mesh.num_replicas
         # The evidence is the same on every rank, and so is the decision.
         decision = growing.decide(float(cosine), loss)
@@ -365,5 +460,4 @@ def measure_bubble(record: StepRecord) -> float:
     """The share of a step in which its rank neither computed nor updated."""
     if not record.timeline:
         return 0.0
-    busy = sum(interval.end - interval.start for interval in record.timeline)
-    return max(0.0, 1 - busy / (record.timeline[-1].end - record.started))
+    return max(0.0, 1 - record.busy_seconds / (record.timeline[-1].end - record.started))

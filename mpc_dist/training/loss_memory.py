@@ -68,9 +68,11 @@ class LossMemory:
         mesh = self._mesh
         mean = torch.tensor(sum(losses) / max(len(losses), 1), dtype=torch.float64, device=mesh.device)
         if mesh.stages is not None:
-            dist.broadcast(mean, src=mesh.ranks_of_stages[-1], group=mesh.stages)
+            with mesh.watch.waiting(mesh.stages, "the last stage's loss"):
+                dist.broadcast(mean, src=mesh.ranks_of_stages[-1], group=mesh.stages)
         if mesh.replicas is not None:
             # Replicas that decided differently would no longer be replicas.
-            dist.all_reduce(mean, group=mesh.replicas)
+            with mesh.watch.waiting(mesh.replicas, "the replicas' loss"):
+                dist.all_reduce(mean, group=mesh.replicas)
             mean /= mesh.num_replicas
         return float(mean)

@@ -1,6 +1,7 @@
 """Metrics as JSON lines: a file per rank in the run folder, so that no rank waits for another to report."""
 
 import json
+import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,15 +24,23 @@ class MetricsFile:
         self._listener = listener
         folder.mkdir(parents=True, exist_ok=True)
         self._path = metrics_path(folder, rank)
-        before = self._path.read_bytes() if is_continued and self._path.exists() else b""
-        # A line that was cut off by the interruption is dropped.
-        self._path.write_bytes(before[: before.rfind(b"\n") + 1])
+        if is_continued and self._path.exists():
+            # A line that was cut off by the interruption is dropped; nothing is written anew, as a disk may be full.
+            os.truncate(self._path, self._path.read_bytes().rfind(b"\n") + 1)
+        else:
+            self._path.write_bytes(b"")
 
     def write(self, **values: Any) -> None:
         """Add a line; the time is added to it."""
         line = json.dumps({**values, "time": time.time()})
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+        except OSError as error:
+            raise OSError(
+                f"metrics cannot be written to {self._path}: {error.strerror}; training stops here, and the same "
+                "command goes on from the last checkpoint"
+            ) from error
         self._listener(values["event"], line)
 
 
@@ -54,6 +63,8 @@ def read_metrics(folder: Path, rank: int) -> list[dict[str, Any]]:
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     lines = []
     for line in text.split("\n")[:-1]:
-        with suppress(json.JSONDecodeError):
-            lines.append(json.loads(line))
+        with suppress(ValueError, RecursionError):
+            content = json.loads(line)
+            if isinstance(content, dict):
+                lines.append(content)
     return lines

@@ -33,6 +33,7 @@ from mpc_dist.runtime.local import run_local_ranks
 from mpc_dist.task import Task
 from mpc_dist.training.config import Config
 from mpc_dist.training.optimizer import build_optimizer
+from mpc_dist.training.size import check_size
 from mpc_dist.validation import check_real, check_whole
 from mpc_dist.windows import Windows, shrink, sliding
 
@@ -176,6 +177,7 @@ def apply_plan(config: Config, plan: Plan) -> Config:
 
 def build_whole_chain(config: Config, task: Task) -> Chain:
     """The configured model with a readout at every boundary."""
+    check_size(config, task, range(config.model.num_blocks))
     chain = build_chain(config.trained_model, task, readout=config.readout, seed=config.seed)
     return chain.to(device=config.torch_device, dtype=config.torch_dtype)
 

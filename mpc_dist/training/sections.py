@@ -7,11 +7,14 @@ from typing import Any, Literal
 
 import torch
 
+from mpc_dist.runtime.loss_scale import LossScale
 from mpc_dist.runtime.zero import ZeroSettings
-from mpc_dist.validation import check_real, check_whole, suggest
+from mpc_dist.validation import MAX_COUNT, check_path, check_real, check_whole, show, suggest
 from mpc_dist.windows import Windows, backprop, cumulative, expand, loco, sliding, tumbling
 
 DROP_ON_RISE = "drop_on_rise"
+MAX_SECONDS = 1e8
+"""Three years: more than that, torch and Python cannot wait."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class HorizonConfig:
     """adaptive: steps between decisions."""
 
     def __post_init__(self) -> None:
-        check_whole("horizon.every", self.every, minimum=1)
+        check_whole("horizon.every", self.every, minimum=1, maximum=MAX_COUNT)
         if self.mode != "fixed":
             return
         if self.windows in ("sliding", "cumulative", "tumbling"):
@@ -80,12 +83,12 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         check_whole("parallel.stages", self.stages, minimum=1)
         check_whole("parallel.microbatches", self.microbatches, minimum=1)
-        check_real("parallel.timeout", self.timeout, minimum=1)
+        check_real("parallel.timeout", self.timeout, minimum=1, maximum=MAX_SECONDS)
         if self.cap is not None:
             check_whole("parallel.cap", self.cap, minimum=1)
         if self.partition is not None and len(self.partition) != self.stages:
             raise ValueError(
-                f"parallel.partition has {len(self.partition)} stages but parallel.stages is {self.stages}; "
+                f"parallel.partition has {len(self.partition)} stages but parallel.stages is {show(self.stages)}; "
                 "make them agree"
             )
 
@@ -149,7 +152,7 @@ class OptimizerConfig:
         # ReduceLROnPlateau wants a loss at every step, which only the last rank has.
         known = {DROP_ON_RISE, *torch.optim.lr_scheduler.__all__} - {"LRScheduler", "ReduceLROnPlateau"}
         if self.scheduler is not None and self.scheduler not in known:
-            raise ValueError(f"unknown optimizer.scheduler {self.scheduler!r}; {suggest(self.scheduler, known)}")
+            raise ValueError(f"unknown optimizer.scheduler {show(self.scheduler)}; {suggest(self.scheduler, known)}")
 
 
 @dataclass(frozen=True)
@@ -169,7 +172,20 @@ class TrainingConfig:
     clip_scope: Literal["stage", "global"] = "stage"
     """Whose norm it is. `global` makes every rank wait for all others at each update."""
     autocast: bool = False
-    """Whether forwards run in bfloat16 where torch deems it safe."""
+    """Whether forwards run in `autocast_dtype` where torch deems it safe."""
+    autocast_dtype: Literal["bfloat16", "float16"] = "bfloat16"
+    """The precision of autocast; float16 also scales the loss."""
+    loss_scale: Literal["auto", "dynamic", "off"] = "auto"
+    """dynamic: the loss has a factor, the same on every rank, that is halved when a gradient overflows anywhere (the
+    step is then left out everywhere) and doubled after `loss_scale_interval` good steps; every rank waits for all
+    others at each update. auto: only with float16."""
+    loss_scale_start: float = 65536.0
+    """The factor at the beginning: a power of two."""
+    loss_scale_interval: int = 2000
+    """Good steps in a row before the factor is doubled."""
+    on_nonfinite: Literal["stop", "skip", "ignore"] = "stop"
+    """A loss, activation, adjoint or gradient that is not finite: stop with an error that names rank, block and
+    micro-batch; skip the step on every rank, which makes them wait for all others at each update; or do not look."""
     recompute: bool = False
     """Whether each block keeps only its input and runs again in backward: less memory, more time."""
     folder: str = "runs/train"
@@ -177,9 +193,25 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         for name in ("steps", "log_every", "eval_every", "eval_batches"):
-            check_whole(f"training.{name}", getattr(self, name), minimum=1)
+            check_whole(f"training.{name}", getattr(self, name), minimum=1, maximum=MAX_COUNT)
+        check_path("training.folder", self.folder)
         if self.clip_norm is not None:
             check_real("training.clip_norm", self.clip_norm, minimum=0)
+        check_whole("training.loss_scale_interval", self.loss_scale_interval, minimum=1)
+        if self.loss_scale == "off" and self.autocast and self.autocast_dtype == "float16":
+            raise ValueError(
+                "training.loss_scale off loses the small gradients of autocast_dtype float16; use auto, or bfloat16"
+            )
+        try:
+            self.build_loss_scale()
+        except ValueError as error:
+            raise ValueError(f"training.loss_scale_start: {error}") from error
+
+    def build_loss_scale(self) -> LossScale | None:
+        """The scale to begin with; None if the loss is not scaled."""
+        is_scaled = self.loss_scale == "dynamic" or (self.autocast and self.autocast_dtype == "float16")
+        scale = LossScale(self.loss_scale_start, self.loss_scale_interval)
+        return scale if is_scaled else None
 
 
 @dataclass(frozen=True)
@@ -196,10 +228,16 @@ class CheckpointsConfig:
     A run that began from another and is started again goes on from its own; with a checkpoint of its own, it goes back
     to that and drops later ones."""
 
+    grace: float = 25.0
+    """Most seconds from SIGTERM or SIGUSR1 to the end: the step is finished and saved, and every rank exits with code
+    75. The launcher must give more (torchrun --shutdown-timeout, 30 by default)."""
+
     def __post_init__(self) -> None:
         if self.every is not None:
-            check_whole("checkpoints.every", self.every, minimum=0)
-        check_whole("checkpoints.keep", self.keep, minimum=1)
+            check_whole("checkpoints.every", self.every, minimum=0, maximum=MAX_COUNT)
+        check_real("checkpoints.grace", self.grace, minimum=1)
+        check_whole("checkpoints.keep", self.keep, minimum=1, maximum=MAX_COUNT)
+        check_path("checkpoints.resume", self.resume)
 
     def is_due(self, step: int, *, last: int) -> bool:
         """Whether there is one after this step."""

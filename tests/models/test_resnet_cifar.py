@@ -77,7 +77,7 @@ def test_files_that_are_no_checkpoint_are_refused(tmp_path: Path):
     with pytest.raises(ValueError, match=r"does not exist; give the path of a \.th file"):
         build_chain(ResNetCifar(checkpoint=str(tmp_path / "none.th")), CIFAR10)
     (tmp_path / "text.th").write_text("hello")
-    with pytest.raises(ValueError, match=r"cannot be read.*give a file saved by torch\.save$"):
+    with pytest.raises(ValueError, match=r"cannot be read.*give one saved by torch\.save$"):
         build_chain(ResNetCifar(checkpoint=str(tmp_path / "text.th")), CIFAR10)
     torch.save({"weights": {}}, tmp_path / "other.th")
     with pytest.raises(ValueError, match="holds no 'state_dict'"):

@@ -10,7 +10,7 @@ import pytest
 
 from mpc_dist.report.page import build_page
 from mpc_dist.report.replay import Row, draw_close, replay
-from mpc_dist.report.run import name_runs, read_run
+from mpc_dist.report.run import Run, name_runs, read_run
 from mpc_dist.schedule import build_schedule, lay_out
 from mpc_dist.schedule.action import COMPUTE, Op
 from mpc_dist.training.metrics import metrics_path, read_metrics
@@ -33,6 +33,11 @@ def cut_at_step(folder: Path, step: int) -> None:
     for path in folder.glob("metrics-rank*.jsonl"):
         rank = int(path.stem.removeprefix("metrics-rank"))
         write_lines(folder, rank, [line for line in read_metrics(folder, rank) if line.get("step", 0) <= step])
+
+
+def told(run: Run) -> tuple[str, ...]:
+    """The notes, but for a rank that was slow: on a busy machine any may be."""
+    return tuple(note for note in run.notes if "holds the pipeline back" not in note)
 
 
 def test_a_finished_run_reads_back_as_it_was_written(run_folders: dict[str, Path]):
@@ -129,7 +134,7 @@ def test_what_a_resumed_run_wrote_later_counts_and_its_pause_does_not(copy_of: C
         {step: loss + (step > 10) for step, loss in before.items() if step <= 13}
     )
     assert run.elapsed < pause
-    assert run.notes == ("resumed from step 10",)
+    assert told(run) == ("resumed from step 10",)
 
 
 def test_a_rank_that_wrote_nothing_is_named_and_files_of_an_earlier_larger_run_are_ignored(copy_of: Copy):
@@ -139,7 +144,7 @@ def test_a_rank_that_wrote_nothing_is_named_and_files_of_an_earlier_larger_run_a
     metrics_path(folder, 1).write_text("")
     run = read_run(folder, now=1e12)
     assert run.status == "interrupted"
-    assert run.notes == ("nothing was written by rank 1",)
+    assert told(run) == ("nothing was written by rank 1",)
     assert run.train_losses == ()
     with pytest.raises(ValueError, match="no timeline that all ranks finished"):
         replay(run)
@@ -151,7 +156,7 @@ def test_a_damaged_plan_is_said_and_no_error(copy_of: Copy):
     (folder / "plan.yaml").write_text("chosen: 3")
     run = read_run(folder)
     assert run.plan is None
-    assert "is no plan of mpc_dist" in run.notes[0]
+    assert "is no plan of mpc_dist" in told(run)[0]
     assert "its plan.yaml cannot be read" in build_page([run])
 
 

@@ -91,7 +91,7 @@ def test_every_shipped_config_is_valid(path):
         ("model: gpt", "config.yaml: model must be a mapping of fields, got 'gpt'"),
         ("model: {width: wide}", r'"model\.width".*Expected a int.*wide'),
         ("model: {width: 2.5}", r'"model\.width".*Expected a int.*2\.5'),
-        ("model: {width: 0}", r"model\.width 0 is out of range; use 1 or more"),
+        ("model: {width: 0}", r"model\.width 0 is out of range; use 1\.\.16777216"),
         ("batch_size: -4", "batch_size -4 is out of range; use 1 or more"),
         ("seed: -1", "seed -1 is out of range"),
         ("angles: {num_batches: 0}", r"angles\.num_batches 0 is out of range"),

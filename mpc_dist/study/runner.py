@@ -4,6 +4,8 @@ Interrupted at any point, the same call goes on: cells that are in the store are
 """
 
 import multiprocessing
+import os
+import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -41,11 +43,12 @@ def _run(
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    # Fresh processes: a fork would inherit torch's threads half alive.
-    context = multiprocessing.get_context("spawn")
+    # Forked from a server that has torch loaded: a fork of this process would inherit its threads half alive.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, *{type(cell).__module__ for cell in cells.values()}])
     with (
         Progress(*columns, console=console) as progress,
-        ProcessPoolExecutor(num_workers, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool,
+        ProcessPoolExecutor(num_workers, mp_context=context, initializer=_begin) as pool,
     ):
         bar = progress.add_task(title, total=num_done + len(cells), completed=num_done)
         running: dict[Future[tuple[Result, float]], str] = {}
@@ -65,6 +68,19 @@ def _run(
             for process in (pool._processes or {}).values():
                 process.terminate()
             raise
+
+
+def _begin() -> None:
+    """A worker has one thread, and ends with the experiment even if that is killed."""
+    torch.set_num_threads(1)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)  # nobody is left to take the result
 
 
 def _measure(cell: Cell) -> tuple[Result, float]:

@@ -1,8 +1,8 @@
 """Experiments: cells that are run once, kept, and gone on with; pages made of what was kept."""
 
+import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -116,6 +116,21 @@ def test_a_page_is_made_of_the_records_alone(tmp_path: Path):
     assert "| n | \\|n\\| |" in text
 
 
+def list_workers(folder: Path) -> list[str]:
+    """Processes that were started from this folder's script, a moment later."""
+    deadline = time.monotonic() + 20
+    while True:
+        environments = []
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                environments.append((process / "environ").read_bytes())
+        found = [text.decode(errors="replace") for text in environments if f"MARK={folder}".encode() in text]
+        if not found or time.monotonic() > deadline:
+            return found
+        time.sleep(0.1)
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes in /proc")
 def test_a_killed_experiment_goes_on_and_gives_the_same(tmp_path: Path):
     script = (
         "import sys; from pathlib import Path\n"
@@ -123,7 +138,7 @@ def test_a_killed_experiment_goes_on_and_gives_the_same(tmp_path: Path):
         "if __name__ == '__main__': run_squares(Path(sys.argv[1]), range(40))\n"
     )
     (tmp_path / "go.py").write_text(script)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MARK": str(tmp_path)}
     process = subprocess.Popen(
         [sys.executable, str(tmp_path / "go.py"), str(tmp_path)], env=environment, start_new_session=True
     )
@@ -132,7 +147,8 @@ def test_a_killed_experiment_goes_on_and_gives_the_same(tmp_path: Path):
         while time.monotonic() < deadline and not (path.exists() and path.read_text().count("\n") >= 3):
             time.sleep(0.01)
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
         process.wait(timeout=30)
     assert path.read_text().count("\n") >= 3
+    assert not list_workers(tmp_path), "nobody goes on working for a dead experiment"
     assert run_squares(tmp_path, range(40)) == {f"square of {n}": n**2 for n in range(40)}

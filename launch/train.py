@@ -20,7 +20,7 @@ from mpc_dist.schedule import Costs
 from mpc_dist.training.accelerate import obey_accelerate
 from mpc_dist.training.auto import train_as_planned
 from mpc_dist.training.config import Config, ConfigParser
-from mpc_dist.training.loop import RankError
+from mpc_dist.training.watcher import RankError
 from mpc_dist.validation import one_line
 
 EXIT_BAD_INPUT = 2

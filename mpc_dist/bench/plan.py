@@ -16,7 +16,7 @@ from mpc_dist.readout import ReadoutConfig
 from mpc_dist.runtime.local import run_local_ranks
 from mpc_dist.runtime.mesh import Launch
 from mpc_dist.training.config import Config
-from mpc_dist.training.loop import train
+from mpc_dist.training.job import train
 from mpc_dist.training.metrics import read_metrics
 from mpc_dist.training.planning import Planned, Probe, apply_plan, plan_for
 from mpc_dist.training.sections import CheckpointsConfig, OptimizerConfig, TrainingConfig

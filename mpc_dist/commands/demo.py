@@ -14,7 +14,7 @@ from mpc_dist.runtime.local import run_local_ranks
 from mpc_dist.runtime.mesh import Launch
 from mpc_dist.schedule import Interval
 from mpc_dist.training.config import Config, ConfigParser
-from mpc_dist.training.loop import train
+from mpc_dist.training.job import train
 from mpc_dist.training.run_lock import lock_run
 from mpc_dist.training.sections import CheckpointsConfig, HorizonConfig
 

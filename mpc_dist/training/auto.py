@@ -13,7 +13,7 @@ from mpc_dist.runtime.stage import Score
 from mpc_dist.training.attempt import go_on_if_begun
 from mpc_dist.training.checkpoint_folder import folder_of, list_checkpoints
 from mpc_dist.training.config import Config
-from mpc_dist.training.loop import DrawRun, train
+from mpc_dist.training.job import DrawRun, train
 from mpc_dist.training.planning import Probe, apply_plan, plan_for
 from mpc_dist.training.resume import NEVER
 from mpc_dist.training.run_lock import lock_run

@@ -3,10 +3,8 @@
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
-from datetime import timedelta
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import NoReturn
@@ -19,148 +17,30 @@ from torch import Tensor
 
 from mpc_dist.data import Batch, Batches, Dataset
 from mpc_dist.document import write_whole
-from mpc_dist.models import build_parts
-from mpc_dist.models.block_model import Parts
 from mpc_dist.planner.adapt import GrowingHorizon
 from mpc_dist.profile import SavedBytes
-from mpc_dist.readout import LOSSES
 from mpc_dist.runtime.executor import StepRecord
 from mpc_dist.runtime.guard import NonFiniteError, check_state
-from mpc_dist.runtime.mesh import Launch, Mesh, build_mesh, check_world, join
+from mpc_dist.runtime.mesh import Launch, Mesh
 from mpc_dist.runtime.pipeline import Pipeline, StepResult
 from mpc_dist.runtime.preemption import Preempted, Preemption
-from mpc_dist.runtime.pulse import blame_silent
-from mpc_dist.runtime.stage import Score, StageOptions
+from mpc_dist.runtime.stage import Score
 from mpc_dist.runtime.transport import PeerError
-from mpc_dist.runtime.zero import ZeroSettings, check_settings
-from mpc_dist.schedule import Costs, lay_out
-from mpc_dist.training.attempt import note_begun
 from mpc_dist.training.checkpoint import CheckpointSaver, SavedCheckpoint
 from mpc_dist.training.checkpoint_folder import folder_of
 from mpc_dist.training.config import Config
-from mpc_dist.training.journal import Journal, open_journal
+from mpc_dist.training.journal import Journal
 from mpc_dist.training.loss_memory import LossMemory
 from mpc_dist.training.metrics import MetricsFile, forget_other_ranks, read_metrics
-from mpc_dist.training.optimizer import LearningRate, build_optimizer
-from mpc_dist.training.resume import Resume, weights_fingerprint
+from mpc_dist.training.optimizer import LearningRate
+from mpc_dist.training.resume import weights_fingerprint
 from mpc_dist.training.sections import DROP_ON_RISE
-from mpc_dist.training.size import check_stage_size
 from mpc_dist.training.straggler import MOST_STEPS, Pace, find_straggler, gather_paces
-from mpc_dist.training.watcher import EXPLAINED, GRACE, Watcher
 from mpc_dist.training.watcher import RankError as RankError
 from mpc_dist.windows import Windows, expand, tumbling
 
 NUM_TIMELINES = 20
 """Of how many last steps the metrics hold when each action ran."""
-
-
-DrawRun = Callable[[Config, Costs | None], Mapping[str, Path]]
-"""Draws a run's schedule and plan into its folder: the file of each, by name."""
-
-
-def train(
-    config: Config,
-    launch: Launch,
-    *,
-    costs: Costs | None = None,
-    is_quiet: bool = False,
-    draw: DrawRun | None = None,
-) -> dict[int, Score]:
-    """Train as configured, with a progress bar on rank 0 unless quiet.
-
-    `costs` are what the order of actions is built for; without them a forward costs 1 per block. `draw` makes the
-    pictures that are tracked. Returns the last evaluation of this rank's readouts, by boundary. What is wrong with the
-    configuration is found before the ranks meet.
-    """
-    parallel = config.parallel
-    check_world(launch, num_stages=parallel.stages, num_replicas=config.data_parallel.degree)
-    resume = Resume(config, launch.rank)
-    zero = config.data_parallel.read_zero()
-    if zero is not None:
-        check_settings(zero, config.training.clip_norm, config.torch_device.type)
-    config.tracking.check_installed()
-    data = config.data.load()
-    parts = build_parts(config.trained_model, data.task, readout=config.readout, seed=config.seed)
-    check_stage_size(config, data.task, launch.rank // config.data_parallel.degree)
-    batches = Batches(data.train, batch_size=config.batch_size * config.data_parallel.degree, seed=config.seed)
-    join(launch, config.torch_device.type, (timedelta(seconds=parallel.timeout) + GRACE).total_seconds())
-    with blame_silent(launch):
-        return _train_together(config, launch, resume, zero, data, parts, batches, costs, draw, is_quiet=is_quiet)
-
-
-def _train_together(
-    config: Config,
-    launch: Launch,
-    resume: Resume,
-    zero: ZeroSettings | None,
-    data: Dataset,
-    parts: Parts,
-    batches: Batches,
-    costs: Costs | None,
-    draw: DrawRun | None,
-    *,
-    is_quiet: bool,
-) -> dict[int, Score]:
-    parallel = config.parallel
-    timeout = timedelta(seconds=parallel.timeout) + GRACE  # the watcher's limit is the timeout itself
-    mesh = build_mesh(
-        launch,
-        num_stages=parallel.stages,
-        num_replicas=config.data_parallel.degree,
-        device_type=config.torch_device.type,
-        timeout=timeout,
-    )
-    folder = Path(config.training.folder)
-    watcher = Watcher(mesh, launch.rank, launch.world_size, folder, timeout=parallel.timeout)
-    saved = resume.choose(mesh)
-    note_begun(config, launch)
-    preemption = Preemption(launch, after=0 if saved is None else saved.state.step, grace=config.checkpoints.grace)
-    growing = GrowingHorizon(mesh.num_stages) if config.horizon.mode == "adaptive" else None
-    if growing is not None and saved is not None and saved.state.progress["horizon"] is not None:
-        growing.load_state_dict(saved.state.progress["horizon"])
-    try:
-        pipeline = Pipeline(
-            mesh,
-            lay_out(windows_now(config, growing), config.partition),
-            build_block=lambda t: parts.block(t).to(config.torch_dtype),
-            build_readout=lambda s: parts.readout(s).to(config.torch_dtype),
-            loss=LOSSES[data.task.kind],
-            optimizer=partial(build_optimizer, config.optimizer),
-            num_microbatches=parallel.microbatches,
-            split=parallel.split,
-            cap=parallel.cap,
-            costs=costs,
-            options=StageOptions(
-                clip_norm=config.training.clip_norm,
-                clip_scope=config.training.clip_scope,
-                autocast=config.training.autocast,
-                autocast_dtype=getattr(torch, config.training.autocast_dtype),
-                on_nonfinite=config.training.on_nonfinite,
-                loss_scale=config.training.build_loss_scale(),
-                checkpoint=config.training.recompute,
-                seed=config.seed,
-                record_times=True,
-            ),
-            zero=zero,
-            timeout=timeout,
-        )
-        journal = open_journal(
-            config.tracking,
-            rank=launch.rank,
-            num_ranks=launch.world_size,
-            folder=folder,
-            draw=None if draw is None else partial(draw, config, costs),
-            is_resumed=saved is not None and resume.is_own(saved),
-        )
-        with preemption, pipeline, journal, watcher:
-            loop = _Loop(config, launch, mesh, pipeline, data, batches, growing, journal, preemption, is_quiet=is_quiet)
-            return loop.run(saved, is_continued=saved is not None and resume.is_own(saved))
-    except EXPLAINED as error:
-        if launch.world_size == 1 or isinstance(error, RankError):
-            raise
-        raise RankError(watcher.explain(error)) from error
-    finally:
-        watcher.close()
 
 
 def windows_now(config: Config, growing: GrowingHorizon | None) -> Windows:
@@ -170,7 +50,9 @@ def windows_now(config: Config, growing: GrowingHorizon | None) -> Windows:
     return expand(tumbling(len(config.partition), growing.size), config.partition)
 
 
-class _Loop:
+class Loop:
+    """One rank's training, from its first step to its last."""
+
     def __init__(
         self,
         config: Config,

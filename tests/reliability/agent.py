@@ -22,7 +22,7 @@ from torch.distributed import TCPStore
 
 from mpc_dist.runtime.mesh import Launch
 from mpc_dist.runtime.preemption import EXIT_PREEMPTED, Preempted
-from mpc_dist.training import auto, loop
+from mpc_dist.training import auto, job
 from mpc_dist.training.checkpoint_folder import folder_of, list_checkpoints, step_of
 from mpc_dist.training.config import Config
 from tests.reliability.strike import PHASES, Strike, arm
@@ -78,7 +78,7 @@ def run_rank(
             timeout = timedelta(seconds=config.parallel.timeout)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout)
         launch = Launch(rank, num_ranks, rank, job="test", attempt=attempt)
-        auto.train = loop.train  # the one that counts
+        auto.train = job.train  # the one that counts
         auto.train_as_planned(config, launch)
         code = 0
     except Preempted as stopped:

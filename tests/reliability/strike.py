@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from mpc_dist.runtime.executor import Executor
-from mpc_dist.training import loop as training_loop
+from mpc_dist.training import job
 from mpc_dist.training.checkpoint import CheckpointSaver
+from mpc_dist.training.loop import Loop
 
 PHASES = START, ACTIONS, SAVE, EVALUATION, HORIZON = "start-up", "actions", "save", "evaluation", "horizon change"
 
@@ -66,7 +67,7 @@ def arm(phases: Iterable[str], strike: Strike | None, note: Path) -> dict[str, C
     """Count the calls of these phases and strike, if at all, in one of them; `note` is written just before."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     counters = {phase: Counter(strike, note) for phase in phases}
-    loop: Any = training_loop._Loop
+    loop: Any = Loop
     for phase, counter in counters.items():
         if phase == ACTIONS:
             Executor.run = counter.around(Executor.run)  # type: ignore[method-assign]
@@ -83,7 +84,7 @@ def arm(phases: Iterable[str], strike: Strike | None, note: Path) -> dict[str, C
 
 def _count_start(loop: Any, counter: Counter) -> None:
     """From the call of `train` to the first step, but for what the parts above count."""
-    train, write_start = training_loop.train, loop._write_start
+    train, write_start = job.train, loop._write_start
 
     def begin(*arguments: Any, **options: Any) -> Any:
         sys.setprofile(counter)
@@ -93,5 +94,5 @@ def _count_start(loop: Any, counter: Counter) -> None:
         write_start(self)
         sys.setprofile(None)
 
-    training_loop.train = begin
+    job.train = begin
     loop._write_start = end

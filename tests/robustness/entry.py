@@ -77,7 +77,7 @@ def _run(main: Any, argv: Sequence[str]) -> Answer:
             contextlib.redirect_stderr(error),
             contextlib.redirect_stdout(io.StringIO()),
             mock.patch.object(sys, "argv", list(argv)),
-            mock.patch.object(loop._Loop, "_train_step", _stop),
+            mock.patch.object(loop.Loop, "_train_step", _stop),
         ):
             code = main()
     except Started:

@@ -16,7 +16,7 @@ from mpc_dist.runtime.mesh import Launch, build_mesh
 from mpc_dist.runtime.zero import ZeroSettings
 from mpc_dist.schedule import lay_out
 from mpc_dist.training.config import ConfigParser
-from mpc_dist.training.loop import train as train_as_configured
+from mpc_dist.training.job import train as train_as_configured
 from mpc_dist.training.metrics import read_metrics
 from mpc_dist.windows import Windows, backprop, cumulative, sliding, tumbling
 from tests.conftest import ROOT

@@ -6,7 +6,7 @@ from pathlib import Path
 from mpc_dist.runtime.local import run_local_ranks
 from mpc_dist.runtime.mesh import Launch
 from mpc_dist.training.config import Config, ConfigParser
-from mpc_dist.training.loop import train
+from mpc_dist.training.job import train
 from mpc_dist.training.metrics import read_metrics
 
 

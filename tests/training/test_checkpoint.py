@@ -22,7 +22,7 @@ from mpc_dist.runtime.pipeline import Pipeline
 from mpc_dist.training.checkpoint import SavedCheckpoint, newest_undamaged
 from mpc_dist.training.checkpoint_folder import find_damage, folder_of, list_checkpoints, step_of
 from mpc_dist.training.config import Config
-from mpc_dist.training.loop import train
+from mpc_dist.training.job import train
 from mpc_dist.training.metrics import read_metrics
 from tests.conftest import ROOT
 from tests.training.local import losses, parse, train_locally

@@ -11,7 +11,7 @@ from mpc_dist.models.hugging_face.lora import AdaptedModel
 from mpc_dist.readout import cross_entropy
 from mpc_dist.runtime.mesh import Launch
 from mpc_dist.training.config import Config, ConfigParser
-from mpc_dist.training.loop import train
+from mpc_dist.training.job import train
 from mpc_dist.training.metrics import read_metrics
 from mpc_dist.training.planning import fingerprint
 from tests.conftest import ROOT

@@ -14,7 +14,7 @@ from mpc_dist.runtime.mesh import Launch, check_world
 from mpc_dist.runtime.zero import ZeroSettings, check_settings
 from mpc_dist.training.accelerate import obey_accelerate
 from mpc_dist.training.config import Config, ConfigParser
-from mpc_dist.training.loop import train
+from mpc_dist.training.job import train
 from mpc_dist.training.metrics import read_metrics
 from tests.conftest import ROOT
 

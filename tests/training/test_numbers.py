@@ -60,8 +60,8 @@ def test_a_single_process_names_block_and_micro_batch(tmp_path: Path, monkeypatc
 def test_data_that_is_not_finite_is_blamed_on_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from mpc_dist.training import loop
 
-    place = loop._Loop._place
-    monkeypatch.setattr(loop._Loop, "_place", lambda self, batch: (place(self, batch)[0] / 0, place(self, batch)[1]))
+    place = loop.Loop._place
+    monkeypatch.setattr(loop.Loop, "_place", lambda self, batch: (place(self, batch)[0] / 0, place(self, batch)[1]))
     with pytest.raises(ValueError, match="step 1: not finite: data of block 0 in micro-batch 0"):
         train_locally([*SMALL, "--training.steps", "1"], tmp_path)
 

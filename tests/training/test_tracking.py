@@ -18,8 +18,8 @@ from mpc_dist.runtime.lines import LineReceiver, open_store
 from mpc_dist.runtime.mesh import Launch
 from mpc_dist.training import journal as journal_module
 from mpc_dist.training.config import ConfigParser
+from mpc_dist.training.job import train
 from mpc_dist.training.journal import Gatherer, Journal
-from mpc_dist.training.loop import train
 from mpc_dist.training.metrics import MetricsFile, read_metrics
 from mpc_dist.training.tracking import TrackingConfig, merge_rows, name_figures
 from mpc_dist.training.wandb_tracker import choose_mode, has_key

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mpc_dist.models import build_parts
 from mpc_dist.runtime.local import run_local_ranks
-from mpc_dist.training import loop
+from mpc_dist.training import job
 from mpc_dist.training.config import Config
 from tests.training.local import train_rank
 
@@ -96,7 +96,7 @@ class FaultyParts:
 def train_faulty_rank(rank: int, config: Config, fault: Fault | None) -> None:
     if fault is not None and rank % config.data_parallel.degree == fault.replica:
         make: Callable[..., Any] = build_parts
-        loop.build_parts = lambda *a, **k: FaultyParts(make(*a, **k), fault, config.parallel.microbatches)  # type: ignore[assignment]
+        job.build_parts = lambda *a, **k: FaultyParts(make(*a, **k), fault, config.parallel.microbatches)  # type: ignore[assignment]
     train_rank(rank, config)
 
 

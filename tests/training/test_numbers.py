@@ -48,11 +48,11 @@ def test_a_number_that_is_not_finite_stops_all_ranks_and_is_blamed_on_the_rank_w
 
 
 def test_a_single_process_names_block_and_micro_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from mpc_dist.training import loop
+    from mpc_dist.training import job
     from tests.training.faulty import FaultyParts, build_parts
 
     fault = Fault(4, "activation", 1, 2)
-    monkeypatch.setattr(loop, "build_parts", lambda *a, **k: FaultyParts(build_parts(*a, **k), fault, 3))
+    monkeypatch.setattr(job, "build_parts", lambda *a, **k: FaultyParts(build_parts(*a, **k), fault, 3))
     with pytest.raises(ValueError, match="step 2: not finite: activation of block 4 in micro-batch 2; nothing of this"):
         train_locally([*SMALL, "--training.steps", "4"], tmp_path)
 

@@ -29,14 +29,14 @@ def test_one_rank_has_none_to_wait_for():
 
 
 def test_a_slowed_rank_is_named_at_the_end_of_a_run_and_in_its_report(tmp_path: Path):
-    """Stages of 1, 1 and 4 blocks; a block of rank 1 takes 150 ms more in each of 3 micro-batches."""
+    """Stages of 1, 1 and 4 blocks; a block of rank 1 takes 60 ms more in each of 3 micro-batches."""
     options = "--parallel.stages 3 --parallel.partition [1,1,4] --horizon 1 --training.steps 8 --checkpoints.every 0"
     config = parse([*SMALL, *options.split(), "--training.folder", str(tmp_path)])
-    train_faulty(config, Fault(1, "sleep", seconds=0.15))
+    train_faulty(config, Fault(1, "sleep", seconds=0.06))
     for rank in range(3):
         end = read_metrics(tmp_path, rank)[-1]
         assert end["straggler"]["rank"] == 1
-        assert end["straggler"]["seconds"] > 0.3
+        assert end["straggler"]["seconds"] > 0.15
         assert end["straggler"]["waited"] > 0.2
     assert read_metrics(tmp_path, 2)[-1]["seconds_waiting_for"]["1"] > 0.1
     assert any("rank 1 holds the pipeline back" in note for note in read_run(tmp_path).notes)

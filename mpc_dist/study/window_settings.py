@@ -104,7 +104,8 @@ def build_settings(scale: Scale) -> list[Setting]:
             Setting(mlp, waves, optimizer, readout, rates, 100, scale.mlp_steps, COMMON) for readout in (pooled, local)
         ]
         settings.append(Setting(resnet, digits, optimizer, local, rates, 32, scale.resnet_steps, few))
-    deep_mlp, deep_resnet = replace(mlp, num_blocks=16), replace(resnet, blocks_per_group=5)
+    # So deep, unscaled initial weights diverge.
+    deep_mlp, deep_resnet = replace(mlp, num_blocks=16, init_scale=1 / 16), replace(resnet, blocks_per_group=5)
     settings += [
         Setting(deep_mlp, waves, SGD, pooled, slow, 100, scale.mlp_steps, few),
         Setting(deep_mlp, waves, ADAMW, local, fast, 100, scale.mlp_steps, few),

@@ -113,8 +113,9 @@ def test_a_run_with_another_configuration_is_moved_aside_not_taken_for_this_one(
 
 def test_horizons_are_read_as_words():
     stages, blocks = HorizonConfig(), HorizonConfig(unit="blocks")
-    assert parse_horizon("2", stages) == HorizonConfig("sliding", 2, "stages")
-    assert parse_horizon("3", blocks) == HorizonConfig("sliding", 3, "blocks")
+    assert parse_horizon("1", stages) == HorizonConfig("sliding", 1, "stages")
+    assert parse_horizon("2", stages) == HorizonConfig("tumbling", 2, "stages")
+    assert parse_horizon("sliding:3", blocks) == HorizonConfig("sliding", 3, "blocks")
     assert parse_horizon("tumbling:2", stages) == HorizonConfig("tumbling", 2, "stages")
     assert parse_horizon("cumulative:2", blocks) == HorizonConfig("cumulative", 2, "blocks")
     assert parse_horizon("backprop", stages) == HorizonConfig("backprop")
@@ -131,7 +132,7 @@ def test_seeds_count_from_the_configurations(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--horizons 1,far", "unknown horizon 'far'; use a whole number (sliding windows of so many stages), auto,"),
+        ("--horizons 1,far", "unknown horizon 'far'; use a whole number (tumbling windows of so many stages), auto,"),
         ("--horizons tumbling", "unknown horizon 'tumbling'; use"),
         ("--horizons 1,9", "horizon.size 9 exceeds the 2 stages of this run; use 1..2"),
         ("--horizons 0", "horizon.size 0 is out of range; use 1 or more"),

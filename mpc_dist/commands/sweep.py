@@ -18,7 +18,7 @@ from mpc_dist.report.outcome import Outcome, read_outcome
 from mpc_dist.report.sweep import Family, SweepReport
 from mpc_dist.training.config import Config, ConfigParser
 from mpc_dist.training.metrics import read_metrics
-from mpc_dist.training.sections import HorizonConfig
+from mpc_dist.training.sections import HorizonConfig, plain_windows
 from mpc_dist.validation import check_whole
 
 SUMMARY = "Train with several horizons and seeds, as one group of runs, and compare them."
@@ -68,7 +68,7 @@ def run(argv: Sequence[str]) -> None:
         "--horizons",
         type=str,
         default="1,backprop",
-        help="Comma-separated: numbers of stages (sliding windows), auto, backprop, loco, or e.g. tumbling:2.",
+        help="Comma-separated: numbers of stages (tumbling windows), auto, backprop, loco, or e.g. sliding:2.",
     )
     add("--seeds", type=int, default=1, help="Runs per horizon, with seeds from `--seed` on.")
     add("--out", type=str, default="runs/sweep", help="Folder of the runs and the comparison; its name is the group.")
@@ -118,10 +118,10 @@ def parse_horizon(word: str, given: HorizonConfig) -> HorizonConfig:
     if word in UNSIZED:
         return HorizonConfig(windows=cast(Any, word), unit=given.unit)
     if word.isdigit():
-        kind, size = "sliding", word
+        kind, size = plain_windows(int(word)), word
     if kind not in SIZED or not size.isdigit():
         raise ValueError(
-            f"unknown horizon {word!r}; use a whole number (sliding windows of so many {given.unit}), auto, "
+            f"unknown horizon {word!r}; use a whole number (tumbling windows of so many {given.unit}), auto, "
             f"{', '.join(UNSIZED)}, or one of {', '.join(f'{kind}:2' for kind in SIZED)}"
         )
     return HorizonConfig(windows=cast(Any, kind), size=int(size), unit=given.unit)

@@ -28,6 +28,12 @@ class Shape:
     def __str__(self) -> str:
         return self.windows if self.size is None else f"{self.windows} {self.size} {self.unit}"
 
+    @property
+    def drifts(self) -> bool:
+        """Whether no block answers for its own output: its gradient may be close to back-propagation's, yet errors of
+        neighbouring boundaries are not damped and grow in training (docs/paper/windows)."""
+        return self.windows == "sliding" and self.size != 1
+
     def over_units(self, count: int) -> Windows:
         """The windows over that many stages or blocks, whichever is counted."""
         size = self.size or count

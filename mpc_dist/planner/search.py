@@ -273,14 +273,15 @@ class Planner:
         return self._objective(self.choice_of(candidate, quality))
 
     def rank(self, candidates: list[Candidate]) -> list[Candidate]:
-        """Best first; of equal values, the faster one with fewer GPUs."""
+        """Best first; of equal values, the faster one with fewer GPUs. Windows that drift come last, whatever the angle
+        promises: only a trial can show that they learn."""
         if not candidates:
             raise ValueError(
                 f"nothing fits {self._request.max_gpus} GPUs of {self._request.gpu_memory:,.0f} bytes; "
                 "give more or larger ones, a smaller batch, or more micro-batches"
             )
         find_best([self.choice_of(one, one.quality) for one in candidates], self._objective)
-        return sorted(candidates, key=lambda one: (one.value, one.step_seconds, one.num_gpus))
+        return sorted(candidates, key=lambda one: (one.shape.drifts, one.value, one.step_seconds, one.num_gpus))
 
 
 def predict_bytes(measurements: Measurements, layout: Layout, schedule: Schedule, price: Price) -> tuple[float, ...]:
@@ -324,11 +325,20 @@ def make_plan(
         ladder_gpus=ladder,
         realised=realised,
         why=_explain(selection, request, ladder, realised),
-        notes=(*notes, *selection.warnings),
+        notes=(*notes, *selection.warnings, *_note_passed_over(ranked)),
         costs=planner.costs_of(ranked[0]),
         fingerprint=fingerprint,
         candidates=tuple(ranked),
     )
+
+
+def _note_passed_over(ranked: list[Candidate]) -> Iterator[str]:
+    best = min(ranked, key=lambda one: one.value)
+    if best.shape.drifts and best.value < ranked[0].value:
+        yield (
+            f"{best.shape} has a better value by its angle ({best.value:.4g} against {ranked[0].value:.4g}), but no "
+            "trial has shown that sliding windows of more than one unit learn here; --trial would"
+        )
 
 
 def _realise(planner: Planner, selection: Selection, request: Request, ladder: int) -> Candidate | None:

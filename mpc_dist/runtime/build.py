@@ -11,7 +11,7 @@ from mpc_dist.runtime.mesh import Launch, build_mesh
 from mpc_dist.runtime.pipeline import DEFAULT_TIMEOUT, Pipeline
 from mpc_dist.runtime.stage import OptimizerFactory, StageOptions
 from mpc_dist.schedule import lay_out, split_evenly
-from mpc_dist.windows import Windows, expand, sliding
+from mpc_dist.windows import Windows, expand, tumbling
 
 
 def build_pipeline(
@@ -30,11 +30,12 @@ def build_pipeline(
 ) -> Pipeline:
     """A pipeline of these blocks over all processes that the launcher started, one stage each.
 
-    `horizon` is a number of stages, or any windows over the blocks. Without readouts the state is the prediction.
+    `horizon` is a number of stages, for tumbling windows, or any windows over the blocks. Without readouts the state is
+    the prediction.
     """
     launch = Launch.from_environment()
     sizes = tuple(partition) if partition is not None else split_evenly(len(blocks), launch.world_size)
-    windows = horizon if isinstance(horizon, Windows) else expand(sliding(len(sizes), horizon), sizes)
+    windows = horizon if isinstance(horizon, Windows) else expand(tumbling(len(sizes), horizon), sizes)
     layout = lay_out(windows, sizes)
     device_type = device or ("cuda" if torch.cuda.is_available() else "cpu")
     mesh = build_mesh(launch, num_stages=len(sizes), device_type=device_type, timeout=timeout)

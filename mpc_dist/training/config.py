@@ -31,6 +31,7 @@ from mpc_dist.training.sections import (
     OptimizerConfig,
     ParallelConfig,
     TrainingConfig,
+    plain_windows,
 )
 from mpc_dist.training.tracking import TrackingConfig
 from mpc_dist.validation import check_whole, is_whole, look_up, named, show, suggest
@@ -276,7 +277,9 @@ def _read_horizon(word: str) -> int | str:
 
 def _short_horizon(value: int | str) -> dict[str, Any]:
     """What the short forms `horizon: 2` and `horizon: auto` stand for."""
-    return {"mode": AUTO} if value == AUTO else {"windows": "sliding", "size": value, "unit": "stages"}
+    if isinstance(value, str):
+        return {"mode": AUTO}
+    return {"windows": plain_windows(value), "size": value, "unit": "stages"}
 
 
 def _unsupported_options() -> set[str]:

@@ -13,7 +13,8 @@ from mpc_dist.training.metrics import read_metrics
 from tests.training.faulty import SMALL, Fault, train_faulty
 from tests.training.local import losses, parse, train_locally
 
-STAGES = "--parallel.stages 3 --horizon 2 --training.steps 5 --checkpoints.every 2".split()
+SLIDING = "--horizon.windows sliding --horizon.size 2"
+STAGES = f"--parallel.stages 3 {SLIDING} --training.steps 5 --checkpoints.every 2".split()
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -23,10 +24,20 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 # 6 blocks on 3 stages: blocks 2 and 3 are rank 1's. In step 3 (from 1), so that the checkpoint after step 2 is there.
 PLACES = [
-    ("--horizon 2", Fault(2, "activation", 2, 1), "activation of block 2 in micro-batch 1", 1),
-    ("--horizon 2", Fault(3, "adjoint", 2, 2), "adjoint of block 3 in micro-batch 2", 1),
+    (
+        SLIDING,
+        Fault(2, "activation", 2, 1),
+        "activation of block 2 in micro-batch 1",
+        1,
+    ),
+    (SLIDING, Fault(3, "adjoint", 2, 2), "adjoint of block 3 in micro-batch 2", 1),
     ("--horizon 1", Fault(3, "gradient", 2, 1), "gradient of block 3 in micro-batch 1", 1),
-    ("--horizon 2 --parallel.split true", Fault(2, "adjoint", 2, 0), "adjoint of block 2 in micro-batch 0", 1),
+    (
+        f"{SLIDING} --parallel.split true",
+        Fault(2, "adjoint", 2, 0),
+        "adjoint of block 2 in micro-batch 0",
+        1,
+    ),
     ("--horizon 1", Fault(5, "activation", 2, 0), "activation of block 5 in micro-batch 0", 2),
 ]
 
@@ -69,7 +80,7 @@ def test_data_that_is_not_finite_is_blamed_on_the_data(tmp_path: Path, monkeypat
 @pytest.mark.parametrize("how", ["activation", "gradient"])
 def test_a_skipped_step_leaves_every_rank_and_replica_as_if_it_had_not_been(tmp_path: Path, how: Any):
     """Other than its rate schedule and its data, which go on: compared with a run whose third step learns nothing."""
-    layout = "--parallel.stages 3 --data_parallel.degree 2 --horizon 2 --training.steps 3 --optimizer.name sgd".split()
+    layout = f"--parallel.stages 3 --data_parallel.degree 2 {SLIDING} --training.steps 3 --optimizer.name sgd".split()
     skipped, plain = tmp_path / "skipped", tmp_path / "plain"
     both = [*SMALL, *layout, "--training.on_nonfinite", "skip"]
     config = parse([*both, "--training.folder", str(skipped)])

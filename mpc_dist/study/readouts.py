@@ -301,7 +301,7 @@ def draw_readouts(choices: Mapping[str, Mapping[str, Choice]]) -> Figure:
     axes.invert_yaxis()
     axes.set_xscale("log")
     low, high = axes.get_xlim()
-    ticks = [v for v in (0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 3, 5, 10, 20) if low <= v <= high]
+    ticks = [v for v in (0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5, 10, 20) if low <= v <= high]
     axes.set_xticks(ticks, [f"{v:g}" for v in ticks])
     axes.minorticks_off()
     axes.set_xlabel("test loss / that of the default, at equal operations")

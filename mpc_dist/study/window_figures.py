@@ -115,15 +115,15 @@ def draw_prediction(predicted: Mapping[str, float], measured: Mapping[str, float
     for i, windows in enumerate(sorted(shared, key=lambda w: predicted[w])):
         point = (predicted[windows], measured[windows])
         axes.scatter(*point, color=COLOURS.get(windows, OTHER), s=45, zorder=3)
-        up = i % 2 == 0
+        right = i % 2 == 1
         axes.annotate(
             windows,
             point,
-            (0, 7 if up else -7),
+            (7 if right else -7, 4 if right else -4),
             textcoords="offset points",
             fontsize=8,
-            ha="center",
-            va="bottom" if up else "top",
+            ha="left" if right else "right",
+            va="bottom" if right else "top",
         )
     axes.set_xscale("log")
     axes.margins(0.14, 0.16)

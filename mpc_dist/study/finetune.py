@@ -122,7 +122,7 @@ def _build_cells(quick: bool) -> Mapping[str, Cell]:
         Cifar10Data(num_train_files=1, augment=True),
         OptimizerConfig("adamw", lr=1e-3),
         batch_size=64,
-        steps=150 if quick else 1000,
+        steps=150 if quick else 800,
         seed=0,
     )
     resnet = Tuning(
@@ -136,7 +136,7 @@ def _build_cells(quick: bool) -> Mapping[str, Cell]:
         tumbling=() if quick else (3,),
         shared=(),
         batch_size=32,
-        steps=8 if quick else 40,
+        steps=8 if quick else 30,
         seeds=(0,) if quick else (0, 1),
         test_batches=1,
     )
@@ -152,7 +152,7 @@ def _build_cells(quick: bool) -> Mapping[str, Cell]:
         tumbling=(2,) if quick else (4,),
         shared=(1,),
         batch_size=64,
-        steps=40 if quick else 100,
+        steps=40 if quick else 70,
         seeds=(0,) if quick else (0, 1),
         test_batches=1,
     )

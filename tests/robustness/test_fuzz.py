@@ -14,7 +14,7 @@ from tests.robustness import entry
 from tests.robustness.fuzz import KINDS, Ran, run_case
 from tests.robustness.workshop import PLANNING, WORDS, Workshop, build_workshop, copy_run
 
-NUM_QUICK = 10 * len(KINDS)
+NUM_QUICK = 6 * len(KINDS)
 NUM_ALL = 2_250
 
 

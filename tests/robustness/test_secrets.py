@@ -38,7 +38,9 @@ def test_a_secret_that_is_written_is_found(tmp_path: Path):
     ]
 
 
-@pytest.mark.parametrize("fails", [False, True], ids=["a run that ends well", "a run that fails"])
+@pytest.mark.parametrize(
+    "fails", [pytest.param(False, marks=pytest.mark.slow), True], ids=["a run that ends well", "a run that fails"]
+)
 def test_no_secret_of_the_environment_is_written_anywhere(fails: bool, tmp_path: Path):
     words = {name: secrets.token_hex(20) for name in NAMES}  # 40 characters, as W&B's keys have
     home = tmp_path / "home"

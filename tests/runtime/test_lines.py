@@ -20,6 +20,15 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dist.Store
         yield dist.FileStore(str(tmp_path / "store"), 1)
 
 
+def receive_all(receiver: LineReceiver, count: int) -> list[tuple[int, str]]:
+    """So many lines, by rank: what one connection has sent another may see a moment later."""
+    found: list[tuple[int, str]] = []
+    deadline = time.monotonic() + 20
+    while len(found) < count and time.monotonic() < deadline:
+        found += receiver.receive()
+    return sorted(found, key=lambda line: line[0])
+
+
 def test_lines_arrive_in_order_and_leave_no_key(store: dist.Store):
     before = store.num_keys()
     senders = {rank: LineSender(open_store(store, "x"), rank) for rank in (1, 2)}
@@ -27,11 +36,14 @@ def test_lines_arrive_in_order_and_leave_no_key(store: dist.Store):
     senders[1].send(["a", "b"])
     senders[2].send(["c"])
     senders[1].send(["d — é"])
-    assert receiver.receive() == [(1, "a"), (1, "b"), (1, "d — é"), (2, "c")]
+    assert receive_all(receiver, 4) == [(1, "a"), (1, "b"), (1, "d — é"), (2, "c")]
     assert receiver.unfinished == {1, 2}
     senders[1].send([], is_last=True)
     senders[2].send(["e"], is_last=True)
-    assert receiver.receive() == [(2, "e")]
+    assert receive_all(receiver, 1) == [(2, "e")]
+    deadline = time.monotonic() + 20
+    while receiver.unfinished and time.monotonic() < deadline:
+        assert receiver.receive() == []
     assert receiver.unfinished == set()
     assert receiver.receive() == []
     assert store.num_keys() == before

@@ -14,10 +14,11 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: demo test test-all data reproduce check format clean
 .DEFAULT_GOAL := test
 
-# Rebuilt only when what is installed changes; otherwise the targets below do no install work.
+# Rebuilt only when what is installed changes, and from nothing if a set-up was interrupted; otherwise the targets below
+# do no install work.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("mpc_dist needs Python 3.10 or newer; set PYTHON=...")'
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(if $(wildcard $(READY)),,--clear) $(VENV)
 	$(PIP) setuptools
 	$(PIP) --no-build-isolation -e '.[dev]'
 	touch $(READY)

@@ -108,8 +108,8 @@ FULL_GPT = Problem(
     OptimizerConfig("adamw"),
     rates=(1e-3, 3e-3, 1e-2),
     batch_size=16,
-    steps=360,
-    tuning_steps=90,
+    steps=600,
+    tuning_steps=120,
 )
 FULL_RESNET = Problem(
     "resnet56",
@@ -118,8 +118,8 @@ FULL_RESNET = Problem(
     OptimizerConfig("sgd", momentum=0.9),
     rates=(0.01, 0.03, 0.1),
     batch_size=32,
-    steps=150,
-    tuning_steps=50,
+    steps=400,
+    tuning_steps=60,
     test_batches=2,
     num_evaluations=10,
     adapt_every=40,

@@ -68,7 +68,7 @@ def test_sliding_windows_that_promise_more_by_their_angle_are_passed_over_and_it
 
 def test_the_ladder_counts_and_the_realised_count_is_never_smaller():
     whole = max(select(Request(gpu_memory=2000.0)).choices, key=lambda choice: choice.memory).memory
-    for tenths in range(1, 21):
+    for tenths in (1, 2, 3, 4, 5, 7, 10, 14, 20):
         M0 = whole * tenths / 10
         if M0 < 400:  # a block's own weights and state
             continue

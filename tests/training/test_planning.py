@@ -176,7 +176,7 @@ def test_every_rank_keeps_within_the_memory_that_was_planned_for(tmp_path: Path)
     top = max(plan_for(CONFIG, Request(gpu_memory=1e9), probe).memory.values())
     seen = set()
     realised = set()
-    for tenths in (1, 2, 3, 4, 5, 7, 10, 15, 20):
+    for tenths in (1, 3, 5, 10, 20):
         M0 = top * tenths / 10
         for objective in ("O1", "time"):
             try:

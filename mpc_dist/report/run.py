@@ -157,7 +157,7 @@ def read_run(folder: Path, *, now: float | None = None) -> Run:
                 *_stragglers(lines[ranks[0].rank]),
             ),
         )
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise ValueError(
             f"the metrics in {folder} are not of this version of mpc_dist ({type(error).__name__}: {error}); read them "
             "with the version that wrote them"

@@ -5,9 +5,10 @@ A resumed run repeats steps: what it wrote later counts, and what was written be
 
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple, TypeVar
 
+from mpc_dist.plain_value import build
 from mpc_dist.schedule import Interval, parse_action
 
 BEGINNINGS = ("start", "resume")
@@ -71,6 +72,57 @@ class Adaptation:
 
 
 @dataclass(frozen=True)
+class _AnyLine:
+    """What every line has."""
+
+    event: str
+    time: float
+    """Wall clock."""
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class _StepLine:
+    """A step as it is written."""
+
+    losses: dict[str, float]
+    step_seconds: float
+    samples_per_second: float
+    bubble: float
+    live_bytes: int | None = None
+    rank_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class _EvaluationLine:
+    """An evaluation as it is written."""
+
+    scores: dict[str, Exit]
+
+
+@dataclass(frozen=True)
+class _HorizonLine:
+    """A decision on the horizon as it is written."""
+
+    before: int
+    size: int
+    reason: str
+    cosine: float
+    loss: float
+
+
+@dataclass(frozen=True)
+class _StartLine:
+    """The beginning as it is written: a rank's place."""
+
+    stage: int
+    replica: int
+
+
+Line = TypeVar("Line", _AnyLine, _StepLine, _EvaluationLine, _HorizonLine, _StartLine)
+
+
+@dataclass(frozen=True)
 class RankSeries:
     """Everything that one rank wrote, by step."""
 
@@ -109,66 +161,68 @@ class RankSeries:
 
 
 def read_rank(rank: int, lines: list[dict[str, Any]]) -> RankSeries:
-    """All lines of a rank as values."""
+    """All lines of a rank as values; raises ValueError where one is not of its type."""
     steps: dict[int, StepMetrics] = {}
     evaluations: dict[int, Evaluation] = {}
     adaptations: dict[int, Adaptation] = {}
     timelines: dict[int, tuple[Interval, ...]] = {}
     offsets: list[float] = []
-    held: dict[str, int] = {}
+    live_bytes = rank_bytes = None
     elapsed = longest_gap = 0.0
     has_ended = False
     previous: float | None = None
-    for line in lines:
-        event, step = line["event"], line.get("step", 0)
-        if event not in BEGINNINGS and previous is not None:
-            gap = max(0.0, line["time"] - previous)  # a clock may be set back
+    for content in lines:
+        line = _read(_AnyLine, content)
+        step = line.step
+        if line.event not in BEGINNINGS and previous is not None:
+            gap = max(0.0, line.time - previous)  # a clock may be set back
             elapsed += gap
             longest_gap = max(longest_gap, gap)
-        previous = line["time"]
-        has_ended = event == "end"
-        if event == "resume":
+        previous = line.time
+        has_ended = line.event == "end"
+        if line.event == "resume":
             for series in (steps, evaluations, adaptations, timelines):
                 for later in [known for known in series if known > step]:
                     del series[later]
-        elif event == "step":
-            steps[step] = StepMetrics(
-                step,
-                elapsed,
-                _by_boundary(line["losses"]),
-                line["step_seconds"],
-                line["samples_per_second"],
-                line["bubble"],
+        elif line.event == "step":
+            one = _read(_StepLine, content)
+            losses = _by_boundary(one.losses)
+            steps[step] = StepMetrics(step, elapsed, losses, one.step_seconds, one.samples_per_second, one.bubble)
+            live_bytes = live_bytes if one.live_bytes is None else one.live_bytes
+            rank_bytes = rank_bytes if one.rank_bytes is None else one.rank_bytes
+        elif line.event == "evaluation":
+            evaluations[step] = Evaluation(step, elapsed, _by_boundary(_read(_EvaluationLine, content).scores))
+        elif line.event == "horizon":
+            adaptations[step] = Adaptation(step, **vars(_read(_HorizonLine, content)))
+        elif line.event == "timeline":
+            timelines[step] = tuple(
+                Interval(parse_action(text), build(float, start), build(float, end))
+                for text, start, end in content["actions"]
             )
-            held |= {name: line[name] for name in ("live_bytes", "rank_bytes") if name in line}
-        elif event == "evaluation":
-            scores = _by_boundary(line["scores"])
-            exits = {boundary: Exit(score["loss"], score["accuracy"]) for boundary, score in scores.items()}
-            evaluations[step] = Evaluation(step, elapsed, exits)
-        elif event == "horizon":
-            values = {name: line[name] for name in ("before", "size", "reason", "cosine", "loss")}
-            adaptations[step] = Adaptation(step, **values)
-        elif event == "timeline":
-            timelines[step] = tuple(Interval(parse_action(text), start, end) for text, start, end in line["actions"])
             if timelines[step]:
-                offsets.append(line["time"] - timelines[step][-1].end)
-    start = next(line for line in reversed(lines) if line["event"] == "start")
+                offsets.append(line.time - timelines[step][-1].end)
+    start = _read(_StartLine, next(content for content in reversed(lines) if content["event"] == "start"))
     return RankSeries(
         rank=rank,
-        stage=start["stage"],
-        replica=start["replica"],
+        stage=start.stage,
+        replica=start.replica,
         steps=tuple(steps[step] for step in sorted(steps)),
         evaluations=tuple(evaluations[step] for step in sorted(evaluations)),
         adaptations=tuple(adaptations[step] for step in sorted(adaptations)),
         timelines=dict(sorted(timelines.items())),
         clock_offset=statistics.median(offsets) if offsets else None,
-        live_bytes=held.get("live_bytes"),
-        rank_bytes=held.get("rank_bytes"),
+        live_bytes=live_bytes,
+        rank_bytes=rank_bytes,
         elapsed=elapsed,
         last_time=lines[-1]["time"],
         longest_gap=longest_gap,
         has_ended=has_ended,
     )
+
+
+def _read(kind: type[Line], content: Mapping[str, Any]) -> Line:
+    """The fields of that kind; a line may have others."""
+    return build(kind, {field.name: content[field.name] for field in fields(kind) if field.name in content})
 
 
 def _by_boundary(values: Mapping[str, Any]) -> dict[int, Any]:

@@ -7,11 +7,12 @@ all-reduces of a stage stay on the host, and only activations cross between host
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
 from mpc_dist.runtime.meeting import meet
@@ -88,6 +89,14 @@ class Mesh:
     """How long anything waits for another rank."""
     watch: Watch = field(default_factory=Watch)
     """What this rank waits for."""
+
+    def with_timeout(self, timeout: timedelta) -> "Mesh":
+        """The same mesh; from now on its groups, and that of all ranks, wait so long."""
+        groups = (self.downward, self.upward, self.stages, self.replicas, self.background)
+        if self.downward is not None:
+            for group in (dist.group.WORLD, *(group for group in groups if group is not None)):
+                _set_pg_timeout(timeout, group)
+        return replace(self, timeout=timeout)
 
 
 def check_world(launch: Launch, *, num_stages: int, num_replicas: int) -> None:

@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +25,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from mpc_dist.runtime.watch import Watch
 from mpc_dist.training.checkpoint_folder import (
     CheckpointState,
     Digest,
@@ -51,6 +53,11 @@ class SaveOutcome:
     """Whether another rank did not take part in time, or is gone."""
 
 
+def name_save(step: int) -> str:
+    """What ranks that wait for each other in a save say that they wait for."""
+    return f"the checkpoint after step {step}"
+
+
 class CheckpointSaver:
     """Writes one rank's part of every checkpoint, in the background."""
 
@@ -63,6 +70,7 @@ class CheckpointSaver:
         rank: int = 0,
         num_replicas: int = 1,
         group: dist.ProcessGroup | None = None,
+        watch: Watch | None = None,
     ) -> None:
         """`group` joins all ranks for nothing but this; None in a single process."""
         self._folder = folder
@@ -71,6 +79,8 @@ class CheckpointSaver:
         self._rank = rank
         self._num_replicas = num_replicas
         self._group = group
+        self._watch = watch or Watch(rank)
+        self._step = 0
         self._thread: threading.Thread | None = None
         self._outcomes: list[SaveOutcome] = []
         _expect_single_process()
@@ -81,6 +91,7 @@ class CheckpointSaver:
         Every rank calls it for the same steps. It returns at once, unless the save before it is still under way.
         """
         self.wait()
+        self._step = step
         self._thread = threading.Thread(
             target=self._write, args=(step, dict(tensors), progress), name=f"checkpoint {step}", daemon=True
         )
@@ -88,9 +99,11 @@ class CheckpointSaver:
 
     def wait(self) -> None:
         """Wait for the save under way; if ranks are gone, at most the group's timeout."""
-        if self._thread is not None:
+        if self._thread is None:
+            return
+        with nullcontext() if self._group is None else self._watch.waiting(self._group, name_save(self._step)):
             self._thread.join()
-            self._thread = None
+        self._thread = None
 
     def take_outcomes(self) -> list[SaveOutcome]:
         """The saves that have ended since this was last asked."""

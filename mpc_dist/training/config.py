@@ -95,7 +95,8 @@ class Config:
 
     def __post_init__(self) -> None:
         for horizon in self.angles.horizons or ():
-            check_horizon(horizon, self.model.num_blocks)
+            with named(f"angles.horizons with model.num_blocks {self.model.num_blocks}"):
+                check_horizon(horizon, self.model.num_blocks)
         adapt(self.model, self.lora)
         check_whole("batch_size", self.batch_size, minimum=1)
         with named("parallel.stages" if self.parallel.partition is None else "parallel.partition"):

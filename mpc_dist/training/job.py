@@ -58,7 +58,7 @@ def train(
     check_stage_size(config, data.task, launch.rank // config.data_parallel.degree)
     batches = Batches(data.train, batch_size=config.batch_size * config.data_parallel.degree, seed=config.seed)
     job = _Job(config, launch, resume, zero, data, parts, batches, costs, draw, is_quiet)
-    join(launch, config.torch_device.type, job.timeout.total_seconds())
+    join(launch, config.torch_device.type, config.parallel.timeout)
     with blame_silent(launch):
         return job.run()
 
@@ -91,10 +91,11 @@ class _Job:
             num_stages=config.parallel.stages,
             num_replicas=config.data_parallel.degree,
             device_type=config.torch_device.type,
-            timeout=self.timeout,
+            timeout=timedelta(seconds=config.parallel.timeout),
         )
         folder = Path(config.training.folder)
         watcher = Watcher(mesh, launch.rank, launch.world_size, folder, timeout=config.parallel.timeout)
+        mesh = mesh.with_timeout(self.timeout)  # from here on the watcher is first to notice a wait that is too long
         saved = self.resume.choose(mesh)
         is_continued = saved is not None and self.resume.is_own(saved)
         note_begun(config, launch)

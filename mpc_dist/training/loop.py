@@ -25,8 +25,8 @@ from mpc_dist.runtime.mesh import Launch, Mesh
 from mpc_dist.runtime.pipeline import Pipeline, StepResult
 from mpc_dist.runtime.preemption import Preempted, Preemption
 from mpc_dist.runtime.stage import Score
-from mpc_dist.runtime.transport import PeerError
-from mpc_dist.training.checkpoint import CheckpointSaver, SavedCheckpoint
+from mpc_dist.runtime.watch import Wait
+from mpc_dist.training.checkpoint import CheckpointSaver, SavedCheckpoint, name_save
 from mpc_dist.training.checkpoint_folder import folder_of
 from mpc_dist.training.config import Config
 from mpc_dist.training.journal import Journal
@@ -87,6 +87,7 @@ class Loop:
             rank=launch.rank,
             num_replicas=mesh.num_replicas,
             group=mesh.background,
+            watch=mesh.watch,
         )
         self._save_failure: str | None = None
         self._busy: deque[float] = deque(maxlen=MOST_STEPS)
@@ -207,7 +208,10 @@ class Loop:
             self._metrics.write(event="saved", **vars(outcome))
             if outcome.is_peer_lost:
                 # Its group does not work any more: there would never be another checkpoint.
-                raise PeerError(f"rank {self._rank} lost another rank while saving: {outcome.failure}")
+                what = name_save(outcome.step)
+                others = tuple(rank for rank in range(dist.get_world_size()) if rank != self._rank)
+                wait = Wait(others, what, since=time.perf_counter() - outcome.seconds)
+                raise self._mesh.watch.give_up(wait, RuntimeError(outcome.failure), f"saving {what}")
             self._save_failure = outcome.failure
             if outcome.failure is not None:
                 self._say(f"the checkpoint after step {outcome.step} could not be saved: {outcome.failure}")

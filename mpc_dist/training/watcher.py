@@ -22,9 +22,9 @@ from mpc_dist.training.incident import IncidentFolder, RankReport, summarise
 
 PERIOD = 0.5
 """Seconds between two looks."""
-PATIENCE = 2.0
+PATIENCE = 1.5
 """Seconds that answers are waited for."""
-GRACE = timedelta(seconds=3)
+GRACE = timedelta(seconds=2.5)
 """How much later than the timeout the library gives up a wait."""
 LAST_RESORT = 20.0
 """Seconds after the timeout at which a process ends whose wait did not: the library broke its promise."""

@@ -174,6 +174,26 @@ def test_metrics_of_something_else_are_refused(tmp_path: Path):
         read_run(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("event", "key", "value", "said"),
+    [
+        ("step", "live_bytes", [], r"live_bytes must be a whole number, got \[\]"),
+        ("step", "losses", {"4": "x"}, "losses.4 must be a number, got 'x'"),
+        ("evaluation", "scores", {"4": {"loss": None, "accuracy": 1}}, "scores.4.loss must be a number, got None"),
+        ("start", "stage", "first", "stage must be a whole number, got 'first'"),
+        ("timeline", "actions", [["F0.0", "then", 1]], "must be a number, got 'then'"),
+        ("end", "time", None, "time must be a number, got None"),
+    ],
+)
+def test_metrics_of_a_wrong_type_are_refused(event: str, key: str, value: object, said: str, copy_of: Copy):
+    folder = copy_of("backprop")
+    lines = read_metrics(folder, 0)
+    next(line for line in lines if line["event"] == event)[key] = value
+    write_lines(folder, 0, lines)
+    with pytest.raises(ValueError, match=rf"are not of this version of mpc_dist .*{said}"):
+        read_run(folder)
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_the_simulated_step_has_the_actions_that_ran_in_their_order(name: str, run_folders: dict[str, Path]):
     """What is drawn beside the measured step is the very schedule that ran."""

@@ -1,7 +1,7 @@
 """Several hosts on one machine: network namespaces with a cable each to a switch, which can be cut, mended and limited.
 
 A host has its own loopback, address, name and table of names; files and clock are shared. Nothing outside of the
-namespaces is changed, but for /etc/netns, from which `ip netns exec` takes a host's table of names. Needs Linux and root.
+namespaces is changed, but for /etc/netns, where `ip netns exec` finds a host's table of names. Needs Linux and root.
 """
 
 import os
@@ -24,6 +24,9 @@ TABLES = Path("/etc/netns")
 CARD = "eth0"
 SECONDS = 20.0
 """For a command of `ip` or `tc`."""
+FULL_SPEED = ("initcwnd", "1000", "initrwnd", "1000")
+LARGE_BUFFERS = "cd /proc/sys/net/ipv4 && for file in tcp_rmem tcp_wmem; do echo 4096 4194304 16777216 >$file; done"
+"""TCP may fill a link from its first message on: what is limited is the link, not what TCP has learnt of it so far."""
 ENTER = 'hostname "$0" && exec "$@"'
 
 
@@ -142,6 +145,8 @@ class Network:
             _ip(*here, "link", "set", CARD, "address", f"02:00:00:00:00:{host.number:02x}", "up")
             _ip(*here, "address", "add", f"{host.address}/24", "dev", CARD)
             _ip(*here, "link", "set", "lo", "up")
+            _ip(*here, "route", "replace", "10.77.0.0/24", "dev", CARD, *FULL_SPEED)
+            _ip("netns", "exec", host.namespace, "sh", "-c", LARGE_BUFFERS)
             _ip("-n", self._switch, "link", "set", _port(host), "master", "bridge", "up")
             folder = TABLES / host.namespace
             folder.mkdir(parents=True)

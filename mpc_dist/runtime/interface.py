@@ -1,8 +1,8 @@
 """Which network interface leads from this rank to the ranks on other hosts.
 
 Left to itself, gloo listens at the address of the host's name. On many systems (Debian's /etc/hosts) that is a loopback
-address, which no other host can reach. Ranks away from the store's host know which of their addresses leads there; ranks
-beside the store learn it from one that is away.
+address, which no other host can reach. Ranks away from the store's host know which of their addresses leads there;
+ranks beside the store learn it from one that is away.
 """
 
 import socket

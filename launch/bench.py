@@ -11,6 +11,7 @@ python launch/bench.py adaptive --steps 400
 python launch/bench.py checkpoint --stages 8
 python launch/bench.py tracking --ranks 8
 python launch/bench.py protection --ranks 8
+python launch/bench.py link --out slow_link.png
 """
 
 import argparse
@@ -26,6 +27,7 @@ from mpc_dist.bench.adaptive import AdaptiveSetting, bench_adaptive, draw_curves
 from mpc_dist.bench.angles import bench_angles
 from mpc_dist.bench.checkpoint import SavingSetting, bench_checkpoint
 from mpc_dist.bench.compute import ComputeSetting, bench_compute
+from mpc_dist.bench.link import LinkSetting, bench_link, draw_link
 from mpc_dist.bench.memory import bench_memory
 from mpc_dist.bench.peers import PEERS
 from mpc_dist.bench.plan import MODELS, bench_plan
@@ -225,6 +227,28 @@ def run_protection(options: argparse.Namespace, console: Console) -> list[Row]:
     return rows
 
 
+def run_link(options: argparse.Namespace, console: Console) -> list[Row]:
+    """Step time of each horizon with slow links between hosts, which are network namespaces (Linux, root)."""
+    setting = LinkSetting(
+        num_stages=options.stages,
+        num_microbatches=options.microbatches,
+        seconds=options.f,
+        kibibytes=options.kibibytes,
+        delays=options.delays,
+        megabits=options.megabits,
+        repeats=options.repeats,
+        repeat_seconds=options.seconds,
+    )
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("measuring", total=len(setting.links) * setting.repeats)
+        rows = bench_link(setting, lambda: progress.advance(task))
+    console.print(build_table(rows, f"a stage per host, f = {1000 * options.f:g} ms, {options.kibibytes} KiB messages"))
+    if options.out:
+        draw_link(rows, setting).savefig(options.out, dpi=130)
+        console.print(f"figure: {options.out}", highlight=False, soft_wrap=True)
+    return rows
+
+
 Benchmark = Callable[[argparse.Namespace, Console], list[Row]]
 
 
@@ -312,6 +336,17 @@ def build_parser() -> argparse.ArgumentParser:
     protection.add_argument("--f", type=float, default=0.011, help="seconds of one stage's forward of one micro-batch")
     protection.add_argument("--steps", type=int, default=15, help="timed steps of each part of a round")
     protection.add_argument("--repeats", type=int, default=10, help="rounds in which the systems alternate")
+
+    link = add("link", run_link)
+    link.add_argument("--stages", type=int, default=4, help="ranks, one stage and one host each")
+    link.add_argument("--microbatches", type=int, default=4, help="micro-batches per step")
+    link.add_argument("--f", type=float, default=0.01, help="seconds of one stage's forward of one micro-batch")
+    link.add_argument("--kibibytes", type=int, default=256, help="size of a message")
+    link.add_argument("--delays", type=numbers, default=(0.002, 0.005, 0.01, 0.02), help="seconds, one way")
+    link.add_argument("--megabits", type=numbers, default=(400, 200, 100), help="per second, of a link")
+    link.add_argument("--repeats", type=int, default=2, help="rounds in which the links alternate")
+    link.add_argument("--seconds", type=float, default=0.5, help="about how long a system runs in each round")
+    link.add_argument("--out", type=Path, help="file for the figure")
 
     scale = add("scale", run_scale)
     scale.add_argument("--stages", type=whole_numbers, default=(4, 8, 16, 64, 256, 1024), help="numbers of stages")

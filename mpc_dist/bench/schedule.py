@@ -164,14 +164,14 @@ def _measure(rank: int, setting: Setting, system: System, overshoot: float) -> t
     dist.barrier()
     # All ranks must make the same number of steps.
     num_steps = min(100, max(10, round(setting.repeat_seconds / _predict(setting, system))))
-    seconds = _time_steps(step, num_steps)
+    seconds = time_steps(step, num_steps)
     if not isinstance(step, _Ours):
         return seconds, 0
     step.finish()
     return seconds, step.most_in_flight
 
 
-def _time_steps(step: Step, num_steps: int) -> float:
+def time_steps(step: Step, num_steps: int) -> float:
     """The median time from one update to the next, after a first step that fills the pipe."""
     ends = []
     for _ in range(num_steps + 1):

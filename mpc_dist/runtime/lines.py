@@ -5,11 +5,15 @@ grow. Nothing here is called by the thread that trains.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
+from typing import TypeVar
 
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
+T = TypeVar("T")
 STORE_TIMEOUT = timedelta(seconds=20)
 """How long one access to the store may take before it counts as lost."""
 MOST_BYTES = 1 << 20
@@ -29,6 +33,26 @@ def open_store(store: Store, name: str) -> Store:
 def default_store() -> Store:
     """The store through which the ranks of the process group met."""
     return _get_default_store()
+
+
+def call_within(seconds: float, call: Callable[[], T]) -> T:
+    """What the call returns, or a TimeoutError: while a network is cut, the store's own calls wait for it."""
+    answers: queue.SimpleQueue[T | Exception] = queue.SimpleQueue()
+
+    def answer() -> None:
+        try:
+            answers.put(call())
+        except Exception as error:  # raised where it is waited for
+            answers.put(error)
+
+    threading.Thread(target=answer, name="store", daemon=True).start()
+    try:
+        answered = answers.get(timeout=seconds)
+    except queue.Empty:
+        raise TimeoutError(f"the store did not answer within {seconds:g} s") from None
+    if isinstance(answered, Exception):
+        raise answered
+    return answered
 
 
 class LineSender:

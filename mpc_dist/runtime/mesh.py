@@ -5,16 +5,16 @@ all-reduces of a stage stay on the host, and only activations cross between host
 """
 
 import os
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.distributed_c10d import PrefixStore, Store, _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
+from mpc_dist.runtime.interface import find_interface, find_loopback
 from mpc_dist.runtime.meeting import meet
 from mpc_dist.runtime.watch import PeerError, Watch
 
@@ -152,12 +152,12 @@ def build_mesh(
 def join(launch: Launch, device_type: str, timeout: float) -> None:
     """Join the process group, if there is more than one process and it has not been joined yet."""
     if launch.world_size > 1 and not dist.is_initialized():
-        if is_one_host(os.environ) and (loopback := find_loopback()) is not None:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # else gloo listens at the host's public address
         backend, limit = "nccl" if device_type == "cuda" else "gloo", timedelta(seconds=timeout)
         try:
             shared, rank, num_ranks = next(rendezvous("env://", launch.rank, launch.world_size, timeout=limit))
             store = meet(shared, rank=rank, num_ranks=num_ranks, timeout=limit)
+            if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := _choose_interface(store, num_ranks, limit)):
+                os.environ["GLOO_SOCKET_IFNAME"] = interface  # the only way to tell gloo
             dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=limit)
         except PeerError:
             raise
@@ -168,15 +168,21 @@ def join(launch: Launch, device_type: str, timeout: float) -> None:
             ) from error
 
 
+def _choose_interface(store: Store, num_ranks: int, timeout: timedelta) -> str | None:
+    """Where gloo listens: on one host the loopback, else it would be the host's public address."""
+    if is_one_host(os.environ):
+        return find_loopback()
+    master = os.environ["MASTER_ADDR"]
+    try:
+        return find_interface(PrefixStore("interface", store), master=master, num_ranks=num_ranks, timeout=timeout)
+    except OSError as error:
+        raise PeerError(f"no way to MASTER_ADDR {master!r} was found: {error}; check its name and network") from error
+
+
 def is_one_host(environment: Mapping[str, str]) -> bool:
     """Whether the launcher says that all ranks are on this host."""
     here = environment.get("LOCAL_WORLD_SIZE")
     return here is not None and here == environment.get("WORLD_SIZE")
-
-
-def find_loopback() -> str | None:
-    """The interface that only this host can reach; Linux and macOS name it differently."""
-    return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
 
 
 def leave() -> None:

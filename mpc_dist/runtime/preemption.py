@@ -24,7 +24,7 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
-from mpc_dist.runtime.lines import default_store, open_store
+from mpc_dist.runtime.lines import call_within, default_store, open_store
 from mpc_dist.runtime.mesh import Launch
 from mpc_dist.runtime.transport import PeerError
 
@@ -40,6 +40,8 @@ ANSWER_SECONDS = 10.0
 """How long a rank may take to promise: its thread looks every second, whatever training does."""
 FAILURE_SECONDS = 3.0
 """How long training may take to end itself when ranks could not agree."""
+GONE_SECONDS = 0.5
+"""How long a rank that has failed waits to tell so, and for its thread."""
 LAUNCHER_SECONDS = 5.0
 """How long a launcher may take to pass on that it ends."""
 _ASKED, _PROMISE, _STOP, _GONE = "asked", "promise", "stop", "gone"
@@ -116,12 +118,15 @@ class Preemption:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._closed.set()
-        if self._store is not None and kind not in (None, Preempted):
-            with contextlib.suppress(RuntimeError):
-                self._store.set(_GONE, str(self._launch.rank))  # whoever waits for an answer need not wait for it
+        has_failed = kind not in (None, Preempted)
         with contextlib.suppress(OSError):
             self._writer.send(b"\0")
-        self._thread.join(self._period + ANSWER_SECONDS)
+        if has_failed and (store := self._store) is not None:
+            with contextlib.suppress(RuntimeError, OSError):
+                # Whoever waits for an answer need not wait for it.
+                call_within(GONE_SECONDS, lambda: store.set(_GONE, str(self._launch.rank)))
+        # The thread may wait for a store that a cut network hides; after a failure nothing depends on it any more.
+        self._thread.join(GONE_SECONDS if has_failed else self._period + ANSWER_SECONDS)
         if self._handlers:
             # Once training has stopped, a late signal of the launcher must not change how this process ends.
             is_stopped = self._stop is not None

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from torch.distributed.distributed_c10d import Store
 
-from mpc_dist.runtime.lines import default_store, open_store
+from mpc_dist.runtime.lines import call_within, default_store, open_store
 from mpc_dist.runtime.mesh import Launch
 from mpc_dist.runtime.transport import PeerError
 
@@ -54,11 +54,14 @@ class Pulse:
         if self._store is None:
             return []
         try:
-            before = self._read()
-            time.sleep(LOOK_PERIODS * self._period)
-            after = self._read()
+            return call_within(2 * LOOK_PERIODS * self._period, self._compare)
         except (RuntimeError, OSError):
             return []
+
+    def _compare(self) -> Sequence[int]:
+        before = self._read()
+        time.sleep(LOOK_PERIODS * self._period)
+        after = self._read()
         return [rank for rank in self._others if before[rank] == after[rank] != _LEFT]
 
     def _read(self) -> dict[int, str | None]:

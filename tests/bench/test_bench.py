@@ -1,6 +1,8 @@
 """Benchmarks run end to end on a tiny setting; their numbers are figures, not tests."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mpc_dist.bench.emulate import Pace, SleepingBlock
+from mpc_dist.bench.hosts import why_not
 from mpc_dist.bench.rows import Row
 from mpc_dist.bench.scale import bench_scale
 from mpc_dist.bench.schedule import parse_windows, speed_ups
@@ -155,3 +158,33 @@ def test_the_tracking_benchmark_compares_tracked_with_untracked_steps(tmp_path: 
     for row in rows.values():
         assert row["step_seconds"] > 0.9 * 3 * 0.02
     assert rows["W&B offline"]["ratio of medians"] > 0
+
+
+def test_the_link_benchmark_measures_every_horizon_on_every_link(tmp_path: Path):
+    if reason := why_not():
+        pytest.skip(reason)
+    out, figure = tmp_path / "rows.json", tmp_path / "link.png"
+    options = "link --stages 2 --microbatches 2 --f 0.002 --kibibytes 64 --delays 0.02 --megabits 20 --repeats 1"
+    done = run(*options.split(), "--seconds", "0.05", "--json", str(out), "--out", str(figure))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())
+    seconds = {(row["windows"], row["split"], row["delay ms"], row["Mbit/s"]): row["step_seconds"] for row in rows}
+    assert len(seconds) == 5 * 3
+    for windows in ("backprop", "sliding:2"):
+        # An activation there and its adjoint back; each 64 KiB take 26 ms at 20 Mbit/s.
+        assert seconds[windows, True, 20.0, ""] > 2 * 0.02
+        assert seconds[windows, True, 0.0, 20.0] > 2 * 0.026
+    assert figure.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_link_benchmark_refuses_in_a_line_where_it_may_not_make_hosts():
+    nobody = ["setpriv", "--reuid", "65534", "--clear-groups"] if os.geteuid() == 0 else []
+    if nobody and shutil.which("setpriv") is None:
+        pytest.skip("setpriv not found: root cannot become another user here")
+    command = [*nobody, sys.executable, "launch/bench.py", "link"]
+    environment = {**os.environ, "HOME": "/tmp", "MPLCONFIGDIR": "/tmp", "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.splitlines()[-1].endswith(
+        "stages on hosts of their own cannot be had: network namespaces need root"
+    )

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from mpc_dist.runtime.interface import find_loopback
 from mpc_dist.runtime.local import run_local_ranks
-from mpc_dist.runtime.mesh import find_loopback, is_one_host
+from mpc_dist.runtime.mesh import is_one_host
 from tests.conftest import ROOT
 from tests.robustness.listening import listening_addresses
 

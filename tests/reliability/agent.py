@@ -27,6 +27,8 @@ from mpc_dist.training.checkpoint_folder import folder_of, list_checkpoints, ste
 from mpc_dist.training.config import Config
 from tests.reliability.strike import PHASES, Strike, arm
 
+PRELOADED = [__name__, "tests.reliability.strike", "mpc_dist.training.auto", "torch._dynamo"]
+"""What the server has loaded that ranks are forked from."""
 PATIENCE = 2.0
 """Seconds between SIGTERM and SIGKILL; torchrun's are 30."""
 STOP_TIMEOUT = 8.0
@@ -150,7 +152,7 @@ class _Job:
 def _attempt(job: _Job) -> Attempt:
     config, folder, number = job.config, job.folder, job.number
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "tests.reliability.strike", "mpc_dist.training.auto", "torch._dynamo"])
+    context.set_forkserver_preload(PRELOADED)
     store = TCPStore("127.0.0.1", 0, config.num_ranks, is_master=True, wait_for_workers=False)
     arguments = (config, store.port, number, job.strike, folder, job.counts, job.prepare)
     ranks = [context.Process(target=run_rank, args=(rank, *arguments)) for rank in range(config.num_ranks)]

@@ -1,5 +1,6 @@
 # make demo      set up, then show on real models what a horizon does to the gradient, to memory and to training
 # make test      set up, then run the tests (make test-all: the slow ones too)
+# make soak      set up, then strike random jobs for 20 minutes and let two train for long: MINUTES=5 SEED=1 make soak
 # make reproduce set up, then every experiment of docs/paper at a small size (make data first: some need real data)
 # make check     set up, then lint, formatting and strict types
 
@@ -11,7 +12,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 # One thread per process: the tensors are small, and processes side by side must not fight for the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-all data reproduce check format clean
+.PHONY: demo test test-all soak data reproduce check format clean
 .DEFAULT_GOAL := test
 
 # Rebuilt only when what is installed changes, and from nothing if a set-up was interrupted; otherwise the targets below
@@ -38,6 +39,11 @@ test: $(READY)
 
 test-all: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+MINUTES ?= 20
+SEED ?= 0
+soak: $(READY)
+	$(BIN)/python -m tests.reliability.soak --minutes $(MINUTES) --seed $(SEED)
 
 # CIFAR-10/100, text and a trained ResNet-56 into data/, from a folder that has them (see docs/paper/README.md).
 DATA ?= $(or $(MPC_DIST_DATA),../shared/data)

@@ -24,6 +24,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from mpc_dist.bench.adaptive import AdaptiveSetting, bench_adaptive, draw_curves
+from mpc_dist.bench.alternate import AlternatingSetting
 from mpc_dist.bench.angles import bench_angles
 from mpc_dist.bench.checkpoint import SavingSetting, bench_checkpoint
 from mpc_dist.bench.compute import ComputeSetting, bench_compute
@@ -31,12 +32,12 @@ from mpc_dist.bench.link import LinkSetting, bench_link, draw_link
 from mpc_dist.bench.memory import bench_memory
 from mpc_dist.bench.peers import PEERS
 from mpc_dist.bench.plan import MODELS, bench_plan
-from mpc_dist.bench.protection import ProtectionSetting, bench_protection
+from mpc_dist.bench.protection import bench_protection
 from mpc_dist.bench.regret import bench_regret, list_models
 from mpc_dist.bench.rows import Row, build_table, write_rows
 from mpc_dist.bench.scale import bench_scale
 from mpc_dist.bench.schedule import WINDOWS, Setting, bench_schedule, list_systems, speed_ups
-from mpc_dist.bench.tracking import TrackingSetting, bench_tracking
+from mpc_dist.bench.tracking import bench_tracking
 from mpc_dist.data import TextData
 from mpc_dist.models import GPT
 from mpc_dist.training.config import Config
@@ -197,15 +198,20 @@ def run_checkpoint(options: argparse.Namespace, console: Console) -> list[Row]:
     return rows
 
 
-def run_tracking(options: argparse.Namespace, console: Console) -> list[Row]:
-    """Step time with every step tracked in W&B (offline) beside untracked, on gloo ranks with emulated compute."""
-    setting = TrackingSetting(
+def read_alternating(options: argparse.Namespace) -> AlternatingSetting:
+    """What tracking and protection are measured with."""
+    return AlternatingSetting(
         num_ranks=options.ranks,
         num_microbatches=options.microbatches,
         seconds=options.f,
         num_steps=options.steps,
         repeats=options.repeats,
     )
+
+
+def run_tracking(options: argparse.Namespace, console: Console) -> list[Row]:
+    """Step time with every step tracked in W&B (offline) beside untracked, on gloo ranks with emulated compute."""
+    setting = read_alternating(options)
     with console.status("measuring"):
         rows = bench_tracking(setting)
     console.print(build_table(rows, f"{options.ranks} ranks, f = {1000 * options.f:g} ms, a line per step and rank"))
@@ -213,14 +219,8 @@ def run_tracking(options: argparse.Namespace, console: Console) -> list[Row]:
 
 
 def run_protection(options: argparse.Namespace, console: Console) -> list[Row]:
-    """Step time with waits and numbers watched over beside without, on gloo ranks with emulated compute."""
-    setting = ProtectionSetting(
-        num_ranks=options.ranks,
-        num_microbatches=options.microbatches,
-        seconds=options.f,
-        num_steps=options.steps,
-        repeats=options.repeats,
-    )
+    """Step time with all protection beside none, on gloo ranks with emulated compute."""
+    setting = read_alternating(options)
     with console.status("measuring"):
         rows = bench_protection(setting)
     console.print(build_table(rows, f"{options.ranks} ranks, f = {1000 * options.f:g} ms"))
@@ -334,8 +334,8 @@ def build_parser() -> argparse.ArgumentParser:
     protection.add_argument("--ranks", type=int, default=8, help="ranks, one stage each")
     protection.add_argument("--microbatches", type=int, default=4, help="micro-batches per step")
     protection.add_argument("--f", type=float, default=0.011, help="seconds of one stage's forward of one micro-batch")
-    protection.add_argument("--steps", type=int, default=15, help="timed steps of each part of a round")
-    protection.add_argument("--repeats", type=int, default=10, help="rounds in which the systems alternate")
+    protection.add_argument("--steps", type=int, default=16, help="timed steps of each part of a round")
+    protection.add_argument("--repeats", type=int, default=24, help="rounds in which the systems alternate")
 
     link = add("link", run_link)
     link.add_argument("--stages", type=int, default=4, help="ranks, one stage and one host each")

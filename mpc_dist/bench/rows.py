@@ -56,5 +56,5 @@ def build_table(rows: Sequence[Row], title: str, *, unit: float | None = None) -
         cells += [f"{1000 * row.step_seconds:.2f}", f"{1000 * row.spread:.2f}"]
         cells += [f"{row.step_seconds / unit:.2f}"] if unit else []
         values = [row.extra.get(name, "") for name in extras]
-        table.add_row(*cells, *(f"{value:.3g}" if isinstance(value, float) else str(value) for value in values))
+        table.add_row(*cells, *(f"{value:.4g}" if isinstance(value, float) else str(value) for value in values))
     return table

@@ -7,10 +7,8 @@ in bursts.
 """
 
 import math
-import statistics
 import tempfile
 import time
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,52 +16,28 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from mpc_dist.bench.emulate import Pace, SleepingBlock, cheap_loss, measure_overshoot
+from mpc_dist.bench.alternate import HOST, AlternatingSetting, build_emulated, compare, take_turns
+from mpc_dist.bench.emulate import measure_overshoot
 from mpc_dist.bench.rows import Row
 from mpc_dist.models import ResMLP
-from mpc_dist.readout import Identity
 from mpc_dist.runtime.local import run_local_ranks
 from mpc_dist.runtime.mesh import Launch, build_mesh
 from mpc_dist.runtime.pipeline import Pipeline
 from mpc_dist.runtime.stage import StageOptions
-from mpc_dist.schedule import Costs, lay_out
 from mpc_dist.training.config import Config
 from mpc_dist.training.journal import open_journal
 from mpc_dist.training.loop import measure_bubble
 from mpc_dist.training.metrics import MetricsFile
 from mpc_dist.training.tracking import TrackingConfig
-from mpc_dist.validation import check_whole
-from mpc_dist.windows import sliding
 
 WIDTH = 16
 LEAD_IN_SECONDS = 1.5
 """Of steps before the clock starts: by then as many lines are reported as are written."""
 TIMEOUT = timedelta(seconds=60)
 START_SECONDS = 60.0
-HOST = "127.0.0.1"
 
 
-@dataclass(frozen=True)
-class TrackingSetting:
-    """What every rank measures."""
-
-    num_ranks: int
-    num_microbatches: int
-    seconds: float
-    """f: one stage's forward of one micro-batch."""
-    num_steps: int
-    """Timed steps of each part of a round."""
-    repeats: int
-    """Rounds, each with a tracked and an untracked part."""
-
-    def __post_init__(self) -> None:
-        check_whole("--ranks", self.num_ranks, minimum=2)
-        check_whole("--microbatches", self.num_microbatches, minimum=1)
-        check_whole("--steps", self.num_steps, minimum=1)
-        check_whole("--repeats", self.repeats, minimum=1)
-
-
-def bench_tracking(setting: TrackingSetting) -> list[Row]:
+def bench_tracking(setting: AlternatingSetting) -> list[Row]:
     """A row without tracking, and one with it and its ratio to the first."""
     TrackingConfig(wandb=True).check_installed()
     # As under torchrun, the store is kept by a process that does not train.
@@ -71,57 +45,27 @@ def bench_tracking(setting: TrackingSetting) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         arguments = (setting, measure_overshoot(), Path(folder), store.port)
         ranks = run_local_ranks(_measure, setting.num_ranks, *arguments, timeout=1800.0, group_timeout=120.0)
-    rows = []
-    # A round lasts as long as it does on its slowest rank.
-    times = {key: [max(found) for found in zip(*(rank[key] for rank in ranks), strict=True)] for key in (False, True)}
-    ratios = [tracked / untracked for untracked, tracked in zip(times[False], times[True], strict=True)]
-    for is_tracked in (False, True):
-        rows.append(
-            Row.of_times(
-                times[is_tracked],
-                system="W&B offline" if is_tracked else "untracked",
-                windows="sliding:1",
-                split=False,
-                stages=setting.num_ranks,
-                microbatches=setting.num_microbatches,
-                extra={
-                    "ratio of medians": round(
-                        statistics.median(times[is_tracked]) / statistics.median(times[False]), 4
-                    ),
-                    "median of the rounds' ratios": round(statistics.median(ratios), 4) if is_tracked else 1.0,
-                },
-            )
-        )
-    return rows
+    return compare(ranks, {False: "untracked", True: "W&B offline"}, setting)
 
 
-def _measure(rank: int, setting: TrackingSetting, overshoot: float, folder: Path, port: int) -> dict[bool, list[float]]:
+def _measure(
+    rank: int, setting: AlternatingSetting, overshoot: float, folder: Path, port: int
+) -> dict[bool, list[float]]:
     """This rank's mean step time in every round, without and with tracking."""
     store = TCPStore(HOST, port, is_master=False, timeout=TIMEOUT)
-    pipeline = Pipeline(
-        build_mesh(Launch(rank, setting.num_ranks, rank), num_stages=setting.num_ranks, timeout=TIMEOUT),
-        lay_out(sliding(setting.num_ranks, 1), [1] * setting.num_ranks),
-        build_block=lambda _: SleepingBlock(Pace(setting.seconds, overshoot), WIDTH),
-        build_readout=lambda _: Identity(),
-        loss=cheap_loss,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
-        num_microbatches=setting.num_microbatches,
-        costs=Costs.uniform([setting.seconds] * setting.num_ranks),
-        options=StageOptions(record_times=True),
-        timeout=TIMEOUT,
-    )
+    mesh = build_mesh(Launch(rank, setting.num_ranks, rank), num_stages=setting.num_ranks, timeout=TIMEOUT)
+    options = StageOptions(record_times=True)
+    pipeline = build_emulated(mesh, setting, overshoot, width=WIDTH, timeout=TIMEOUT, options=options)
     times: dict[bool, list[float]] = {False: [], True: []}
-    for repeat in range(setting.repeats):
-        # Which comes first alternates too.
-        for is_tracked in (False, True) if repeat % 2 == 0 else (True, False):
-            part = folder / f"{repeat}-{is_tracked}"
-            times[is_tracked].append(_time_steps(rank, pipeline, setting, store, part, is_tracked=is_tracked))
+    for repeat, is_tracked in take_turns((False, True), setting.repeats):
+        part = folder / f"{repeat}-{is_tracked}"
+        times[is_tracked].append(_time_steps(rank, pipeline, setting, store, part, is_tracked=is_tracked))
     pipeline.close()
     return times
 
 
 def _time_steps(
-    rank: int, pipeline: Pipeline, setting: TrackingSetting, store: TCPStore, folder: Path, *, is_tracked: bool
+    rank: int, pipeline: Pipeline, setting: AlternatingSetting, store: TCPStore, folder: Path, *, is_tracked: bool
 ) -> float:
     """The mean step time of a job of its own."""
     num_ranks, num_microbatches = setting.num_ranks, setting.num_microbatches

@@ -235,7 +235,7 @@ class Pipeline:
             raise ValueError("windows cannot change while DeepSpeed shares the optimizer: it takes no new parameters")
         self.mesh.watch.phase = "change of windows"
         self.close()
-        before = self._stage
+        before, head_before = self._stage, self._shared_head
         self._costs = None  # they were of other segments
         partition = [len(self.layout.stage_blocks(rank)) for rank in range(self.layout.num_ranks)]
         self.layout = lay_out(windows, partition)
@@ -245,6 +245,8 @@ class Pipeline:
             if boundary not in self._readouts:
                 self._readouts[boundary] = self._build_extra_readout(boundary)
         self._shared_head = self._share_head() if self.mesh.num_stages > 1 else None
+        if head_before is not None:
+            head_before.leave()  # the ranks have just met: nobody needs it any more
         if before is not None:
             self._stage = self._build_stage(before.transport, before)
 

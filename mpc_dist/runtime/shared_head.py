@@ -60,6 +60,10 @@ class SharedHead:
                 for tensor, part in zip(self._tensors, parts, strict=True):
                     tensor.copy_(part.view_as(tensor))
 
+    def leave(self) -> None:
+        """Give up the group, with its threads and connections, once every member has finished."""
+        dist.destroy_process_group(self._group)
+
 
 def share_head(mesh: Mesh, readers: frozenset[int], readouts: Mapping[int, nn.Module], last: int) -> SharedHead | None:
     """Tie this rank's shared readouts to the last stage's head; None if this rank has none to tie.
@@ -73,11 +77,13 @@ def share_head(mesh: Mesh, readers: frozenset[int], readouts: Mapping[int, nn.Mo
         return None
     own = None
     stages = sorted(readers | {mesh.num_stages - 1})
+    if len(stages) == 1:
+        return None
     for replica in range(mesh.num_replicas):
         ranks = [stage * mesh.num_replicas + replica for stage in stages]
         group = dist.new_group(ranks, timeout=mesh.timeout)
         own = group if replica == mesh.replica else own
-    if mesh.stage not in stages or len(stages) == 1:
+    if mesh.stage not in stages:
         return None
     assert own is not None
     shared = [readout for readout in readouts.values() if isinstance(readout, Shared)]

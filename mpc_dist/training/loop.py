@@ -41,6 +41,8 @@ from mpc_dist.windows import Windows, expand, tumbling
 
 NUM_TIMELINES = 20
 """Of how many last steps the metrics hold when each action ran."""
+SHOWN_BYTES = 1 << 16
+"""Of the end of another rank's metrics: among them is its last loss, unless it wrote a very long timeline since."""
 
 
 def windows_now(config: Config, growing: GrowingHorizon | None) -> Windows:
@@ -332,7 +334,8 @@ class Loop:
     def _describe(self) -> str:
         """The last loss at the last boundary, which another rank may have written down."""
         last = (self._mesh.num_stages - 1) * self._mesh.num_replicas
-        lines = [line for line in read_metrics(self._folder, last)[-3:] if line["event"] == "step"]
+        found = read_metrics(self._folder, last, last_bytes=SHOWN_BYTES)
+        lines = [line for line in found if line["event"] == "step"]
         losses = list(lines[-1]["losses"].values()) if lines else []
         return f"training, loss {losses[-1]:.4f}" if losses else "training"
 

@@ -57,10 +57,18 @@ def metrics_path(folder: Path, rank: int) -> Path:
     return folder / f"metrics-rank{rank}.jsonl"
 
 
-def read_metrics(folder: Path, rank: int) -> list[dict[str, Any]]:
-    """All whole lines of a rank's file: one that is just being written, or that a crash cut short, is left out."""
+def read_metrics(folder: Path, rank: int, *, last_bytes: int | None = None) -> list[dict[str, Any]]:
+    """All whole lines of a rank's file: one that is just being written, or that a crash cut short, is left out.
+
+    With `last_bytes`, only those within that many bytes of its end: a file grows with the run.
+    """
     path = metrics_path(folder, rank)
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        if last_bytes is not None:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - last_bytes))
+        text = file.read().decode("utf-8", errors="replace")
     lines = []
     for line in text.split("\n")[:-1]:
         with suppress(ValueError, RecursionError):

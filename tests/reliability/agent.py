@@ -27,6 +27,8 @@ from mpc_dist.training.checkpoint_folder import folder_of, list_checkpoints, ste
 from mpc_dist.training.config import Config
 from tests.reliability.strike import PHASES, Strike, arm
 
+PRELOADED = [__name__, "tests.reliability.strike", "mpc_dist.training.auto", "torch._dynamo"]
+"""What the server has loaded that ranks are forked from."""
 PATIENCE = 2.0
 """Seconds between SIGTERM and SIGKILL; torchrun's are 30."""
 STOP_TIMEOUT = 8.0
@@ -60,12 +62,20 @@ class Outcome:
 
 
 def run_rank(
-    rank: int, config: Config, port: int, attempt: int, strike: Strike | None, folder: Path, counts: bool
+    rank: int,
+    config: Config,
+    port: int,
+    attempt: int,
+    strike: Strike | None,
+    folder: Path,
+    counts: bool,
+    prepare: Callable[[int], None] | None,
 ) -> None:
     """What a process of a job does: as `launch/train.py`, with its exit codes."""
     errors = os.open(folder / f"errors-{attempt}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(errors, 2)
     sys.stderr = os.fdopen(2, "w", buffering=1)
+    sys.stdout = (folder / f"output-{attempt}-{rank}").open("a")  # the bar of the progress
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1)
     num_ranks = config.num_ranks
@@ -73,6 +83,8 @@ def run_rank(
     counters = arm(PHASES if counts else phases, strike, folder / f"struck-{attempt}")
     code = 1
     try:
+        if prepare is not None:
+            prepare(rank)
         if num_ranks > 1:
             store = TCPStore("127.0.0.1", port, num_ranks, is_master=False, timeout=timedelta(seconds=60))
             timeout = timedelta(seconds=config.parallel.timeout)
@@ -101,11 +113,12 @@ def run_job(
     meanwhile: Callable[[list[Any]], None] | None = None,
     tells_others: bool = True,
     counts: bool = False,
+    prepare: Callable[[int], None] | None = None,
 ) -> Outcome:
     """Run a job to its end, striking attempt i with `strikes[i]`; `meanwhile` gets the processes of the first attempt.
 
     Without `tells_others`, ranks are not told that another has ended, as on several hosts. With `counts`, the calls of
-    all phases are counted.
+    all phases are counted. Every rank calls `prepare` with its number before it begins.
     """
     folder.mkdir(parents=True, exist_ok=True)
     outcome = Outcome()
@@ -115,8 +128,8 @@ def run_job(
         if strike is not None and strike.signal == signal.SIGSTOP:
             # The others find out by waiting; elsewhere a busy machine must not be taken for a stopped rank.
             given = replace(config, parallel=replace(config.parallel, timeout=STOP_TIMEOUT))
-        job = _Job(given, folder, number, strike, deadline, meanwhile if number == 0 else None, tells_others, counts)
-        attempt = _attempt(job)
+        first = meanwhile if number == 0 else None
+        attempt = _attempt(_Job(given, folder, number, strike, deadline, first, tells_others, counts, prepare))
         outcome.attempts.append(attempt)
         if outcome.succeeded or EXIT_PREEMPTED in attempt.exit_codes:
             break
@@ -133,14 +146,15 @@ class _Job:
     meanwhile: Callable[[list[Any]], None] | None
     tells_others: bool
     counts: bool
+    prepare: Callable[[int], None] | None
 
 
 def _attempt(job: _Job) -> Attempt:
     config, folder, number = job.config, job.folder, job.number
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "tests.reliability.strike", "mpc_dist.training.auto", "torch._dynamo"])
+    context.set_forkserver_preload(PRELOADED)
     store = TCPStore("127.0.0.1", 0, config.num_ranks, is_master=True, wait_for_workers=False)
-    arguments = (config, store.port, number, job.strike, folder, job.counts)
+    arguments = (config, store.port, number, job.strike, folder, job.counts, job.prepare)
     ranks = [context.Process(target=run_rank, args=(rank, *arguments)) for rank in range(config.num_ranks)]
     for process in ranks:
         process.start()

@@ -2,6 +2,7 @@
 
 import ast
 import random
+import re
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -43,6 +44,8 @@ class Reference:
     weights: Mapping[str, torch.Tensor]
     counts: Mapping[tuple[str, int], int]
     """Calls by phase and rank."""
+    files: frozenset[str]
+    """What is in its run folder at the end."""
 
 
 def build(job: str, folder: Path, *more: str) -> Config:
@@ -66,14 +69,19 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def make_reference(job: str, folder: Path) -> Reference:
-    config = build(job, folder / "run")
+    return run_reference(build(job, folder / "run"), folder)
+
+
+def run_reference(config: Config, folder: Path) -> Reference:
+    """What a job comes to that nothing befalls; `folder` is for what the agent writes down."""
     outcome = run_job(config, folder, counts=True)
     assert outcome.succeeded, outcome.attempts[-1].errors
     counts = {}
     for rank in range(config.num_ranks):
         found = ast.literal_eval((folder / f"counts-0-{rank}").read_text())
         counts |= {(phase, rank): count for phase, count in found.items()}
-    return Reference(dict(read_losses(folder / "run", config.num_ranks)), read_weights(folder / "run"), counts)
+    run = Path(config.training.folder)
+    return Reference(dict(read_losses(run, config.num_ranks)), read_weights(run), counts, list_files(run))
 
 
 def choose_strike(random: random.Random, reference: Reference, phase: str, how: signal.Signals) -> Strike:
@@ -84,29 +92,49 @@ def choose_strike(random: random.Random, reference: Reference, phase: str, how: 
     return Strike(phase, rank, random.randint(1, most), how)
 
 
-def check(outcome: Outcome, config: Config, reference: Reference, strikes: list[Strike]) -> None:
-    """The job has come back by itself, has lost nothing since its last checkpoint, and is the undisturbed one."""
+def list_files(run: Path) -> frozenset[str]:
+    """What a run has written, but for what it tells of stalls."""
+    found = {str(path.relative_to(run)) for path in run.rglob("*")}
+    return frozenset(name for name in found if name.split("/")[0] != "stall")
+
+
+def is_left_behind(name: str, folder: Path, num_ranks: int) -> bool:
+    """Whether this is a weight of a readout that a run does not use any more."""
+    readout = re.search(r"\breadouts\.(\d+)\.", name)
+    ends = [line for rank in range(num_ranks) for line in read_metrics(folder, rank) if line["event"] == "end"]
+    return readout is not None and readout[1] not in {boundary for end in ends for boundary in end["scores"]}
+
+
+def check_equal(outcome: Outcome, config: Config, reference: Reference, what: object) -> None:
+    """The job has ended, it is the undisturbed one, and its folder holds what that one's does."""
     folder = Path(config.training.folder)
     said = "\n".join(text for attempt in outcome.attempts for text in attempt.errors)
     assert outcome.succeeded, said
-    assert len(outcome.attempts) > len(strikes), f"no strike fell: {strikes}"
     written = read_losses(folder, config.num_ranks)
     for key, loss in written:
-        assert loss == reference.losses[key], (key, strikes)
+        assert loss == reference.losses[key], (key, what)
     assert dict(written).keys() == reference.losses.keys()
     weights = read_weights(folder)
     # A horizon that has grown leaves readouts behind, for good: one that comes back does not have them any more.
-    left_behind = {name for name in reference.weights if config.horizon.mode == "adaptive" and "readouts.2." in name}
+    left_behind = {name for name in reference.weights if is_left_behind(name, folder, config.num_ranks)}
     assert reference.weights.keys() - left_behind <= weights.keys() <= reference.weights.keys()
     for name, tensor in weights.items():
         assert torch.equal(reference.weights[name], tensor), name
+    # A checkpoint that is under way ends in .partial, and a lock in the folder would be one that nobody holds.
+    assert list_files(folder) == reference.files, list_files(folder) ^ reference.files
+
+
+def check(outcome: Outcome, config: Config, reference: Reference, strikes: list[Strike]) -> None:
+    """The job has come back by itself, has lost nothing since its last checkpoint, and is the undisturbed one."""
+    folder = Path(config.training.folder)
+    check_equal(outcome, config, reference, strikes)
+    assert len(outcome.attempts) > len(strikes), f"no strike fell: {strikes}"
     # The last attempt went on from the newest checkpoint that there was.
     newest = outcome.attempts[-2].last_checkpoint
     for rank in range(config.num_ranks):
         lines = read_metrics(folder, rank)
         last = max(index for index, line in enumerate(lines) if line["event"] == "start")
         assert [line["step"] for line in lines[last:] if line["event"] == "resume"] == ([newest] if newest else [])
-    assert not [path.name for path in folder_of(folder).iterdir() if path.suffix]
     for strike, attempt in zip(strikes, outcome.attempts, strict=False):
         if strike.signal == signal.SIGSTOP:
             others = [text for rank, text in enumerate(attempt.errors) if rank != strike.rank]

@@ -96,7 +96,7 @@ def test_every_shipped_config_is_valid(path):
         ("seed: -1", "seed -1 is out of range"),
         ("angles: {num_batches: 0}", r"angles\.num_batches 0 is out of range"),
         ("angles: {horizons: [0]}", r"horizon 0 sees no block ahead; use 1\.\.8"),
-        ("angles: {horizons: [9]}", r"angles.horizons with model.num_blocks 8: horizon 9 exceeds the 8 blocks of this model; use 1\.\.8"),
+        ("angles: {horizons: [9]}", r"angles.horizons with model.num_blocks 8: horizon 9 .*; use 1\.\.8"),
         ("angles: {horizons: [two]}", r"angles\.horizons must be of type .*two"),
         ("dtype: float16", r'"dtype".*float16'),
         ("angles: {horizons: []}", r"angles\.horizons is empty"),

@@ -81,6 +81,8 @@ def surround(folder: Path) -> Iterator[Surroundings]:
     # By default every core adds 8 heaps, and each save's thread gets another one: until all have been used, a process
     # grows that keeps nothing.
     os.environ |= {"TMPDIR": str(temporary), MARK: mark, "MALLOC_ARENA_MAX": "1"}
+    # torch keeps one per user, by default among the temporary files; jobs share it.
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "cache")
     tempfile.tempdir = None
     # The server from which ranks are forked stays, and so does its folder; it must not be there yet.
     assert forkserver._forkserver._forkserver_pid is None, "jobs ran before"  # type: ignore[attr-defined]

@@ -4,7 +4,6 @@ Jobs get a temporary folder of their own, and a mark in their environment by whi
 has become their parent. Others may use the machine meanwhile.
 """
 
-import multiprocessing
 import os
 import tempfile
 import time
@@ -19,8 +18,6 @@ from tests.reliability.agent import PRELOADED
 
 MARK = "MPC_DIST_SOAK"
 SHARED_MEMORY = Path("/dev/shm")
-OTHERS_SEMAPHORES = "sem.mp-"
-"""What multiprocessing calls them elsewhere; those of the jobs here have a prefix of their own."""
 PATIENCE = 5.0
 """Seconds in which what ends may still be there."""
 
@@ -53,7 +50,6 @@ class Surroundings:
     def look(self) -> Seen:
         """All there is now."""
         shared = {path.name for path in SHARED_MEMORY.iterdir()} if SHARED_MEMORY.is_dir() else set()
-        shared = {name for name in shared if not name.startswith(OTHERS_SEMAPHORES)}
         temporary = {str(path.relative_to(self._temporary)) for path in self._temporary.rglob("*")}
         return Seen(frozenset(self._processes()), frozenset(shared), frozenset(temporary))
 
@@ -88,7 +84,6 @@ def surround(folder: Path) -> Iterator[Surroundings]:
     # torch keeps one per user, by default among the temporary files; jobs share it.
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "cache")
     tempfile.tempdir = None
-    multiprocessing.current_process()._config["semprefix"] = f"/{mark[:8]}"  # type: ignore[attr-defined]
     # The server from which ranks are forked stays, and so does its folder; it must not be there yet.
     assert forkserver._forkserver._forkserver_pid is None, "jobs ran before"  # type: ignore[attr-defined]
     forkserver.set_forkserver_preload(PRELOADED)

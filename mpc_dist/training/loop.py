@@ -25,7 +25,7 @@ from mpc_dist.runtime.mesh import Launch, Mesh
 from mpc_dist.runtime.pipeline import Pipeline, StepResult
 from mpc_dist.runtime.preemption import Preempted, Preemption
 from mpc_dist.runtime.stage import Score
-from mpc_dist.runtime.transport import PeerError
+from mpc_dist.runtime.watch import PeerError, Wait, is_timeout
 from mpc_dist.training.checkpoint import CheckpointSaver, SavedCheckpoint
 from mpc_dist.training.checkpoint_folder import folder_of
 from mpc_dist.training.config import Config
@@ -208,7 +208,11 @@ class Loop:
         for outcome in self._saver.take_outcomes():
             self._metrics.write(event="saved", **vars(outcome))
             if outcome.is_peer_lost:
-                # Its group does not work any more: there would never be another checkpoint.
+                # Its group does not work any more: there would never be another checkpoint. This rank is not to blame:
+                # it has waited for the others.
+                others = tuple(rank for rank in range(self._config.num_ranks) if rank != self._rank)
+                is_lost = not is_timeout(outcome.failure or "")
+                self._mesh.watch.wait = Wait(others, f"the checkpoint after step {outcome.step}", is_lost=is_lost)
                 raise PeerError(f"rank {self._rank} lost another rank while saving: {outcome.failure}")
             self._save_failure = outcome.failure
             if outcome.failure is not None:

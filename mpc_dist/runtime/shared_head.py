@@ -63,6 +63,7 @@ class SharedHead:
     def leave(self) -> None:
         """Give up the group, with its threads and connections, once every member has finished."""
         dist.destroy_process_group(self._group)
+        del self._group  # the stage that held this may wait for the garbage collector
 
 
 def share_head(mesh: Mesh, readers: frozenset[int], readouts: Mapping[int, nn.Module], last: int) -> SharedHead | None:

@@ -48,8 +48,9 @@ class Surroundings:
         self._mark = f"{MARK}={mark}".encode()
 
     def look(self) -> Seen:
-        """All there is now."""
-        shared = {path.name for path in SHARED_MEMORY.iterdir()} if SHARED_MEMORY.is_dir() else set()
+        """All there is now; of shared memory, what no process holds: others may use the machine, too."""
+        held = _held_memory()
+        shared = {path.name for path in SHARED_MEMORY.glob("*") if _inode(path) not in held}
         temporary = {str(path.relative_to(self._temporary)) for path in self._temporary.rglob("*")}
         return Seen(frozenset(self._processes()), frozenset(shared), frozenset(temporary))
 
@@ -59,12 +60,11 @@ class Surroundings:
         before = self.look()
         yield
         deadline = time.monotonic() + PATIENCE
-        while (left := self.look().beyond(before)) and time.monotonic() < deadline:
+        left = set(self.look().beyond(before))
+        while left and time.monotonic() < deadline:
             time.sleep(0.05)
-        # Of memory that came meanwhile, what another process holds is that one's.
-        others = [] if not left else _mapped()
-        left = [name for name in left if not (name.startswith("shared memory") and name.split()[-1] in others)]
-        assert not left, f"left behind: {'; '.join(left)}"
+            left &= set(self.look().beyond(before))
+        assert not left, f"left behind: {'; '.join(sorted(left))}"
 
     def _processes(self) -> Iterator[str]:
         for folder in Path("/proc").iterdir():
@@ -91,13 +91,20 @@ def surround(folder: Path) -> Iterator[Surroundings]:
     yield Surroundings(temporary, mark)
 
 
-def _mapped() -> set[str]:
-    """Names of shared memory that some process holds."""
+def _held_memory() -> set[int]:
+    """The inodes of shared memory that some process has mapped; its name there may be an earlier one."""
     found = set()
     for path in Path("/proc").glob("[0-9]*/maps"):
         lines = _read(path).decode(errors="replace").splitlines()
-        found |= {line.rpartition("/dev/shm/")[2] for line in lines if "/dev/shm/" in line}
+        found |= {int(line.split()[4]) for line in lines if f"{SHARED_MEMORY}/" in line}
     return found
+
+
+def _inode(path: Path) -> int | None:
+    try:
+        return path.stat().st_ino
+    except OSError:
+        return None
 
 
 def _read(path: Path) -> bytes:

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from itertools import islice
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from mpc_dist.training.metrics import read_metrics
 from tests.reliability.agent import Outcome, run_job
 from tests.reliability.left_over import Surroundings, surround
 from tests.reliability.points import SIGNALS, check, check_equal, choose_strike, run_reference
-from tests.reliability.steady import EVERY, MOST_KIB, count_while_training, find_growth, read_samples
+from tests.reliability.steady import DISTURBED_EVERY, EVERY, MOST_KIB, count_while_training, find_growth, read_samples
 from tests.reliability.strike import PHASES, Strike
 from tests.training.local import parse
 
@@ -140,8 +141,8 @@ def ask_to_stop(chosen: random.Random, config: Config, folder: Path) -> tuple[Ou
 def soak_long(name: str, num_steps: int, folder: Path, surroundings: Surroundings) -> list[str]:
     """Train for long, with a disturbance of every kind now and then; what grew on any rank."""
     arguments = f"--model.num_blocks 4 --batch_size 4 --parallel.microbatches 2 --horizon.mode adaptive {LONG[name]} "
-    arguments += f"--horizon.every {EVERY} --training.eval_every {EVERY} --checkpoints.every {2 * EVERY} "
-    arguments += f"--training.steps {num_steps} --training.folder {folder / 'run'}"
+    arguments += f"--horizon.every {DISTURBED_EVERY} --training.eval_every {DISTURBED_EVERY} "
+    arguments += f"--checkpoints.every {EVERY} --training.steps {num_steps} --training.folder {folder / 'run'}"
     config = parse([*COMMON, *arguments.split()])
     with surroundings.expect_nothing_left():
         prepare = partial(count_while_training, folder)
@@ -229,7 +230,8 @@ def main() -> int:
             soak.run(f"job {number}", partial(job, number), folder / f"job{number}")
     say(soak.tell())
     if not soak.failures:
-        shutil.rmtree(folder, ignore_errors=True)
+        # When the server has ended, whose socket is in there.
+        Finalize(None, shutil.rmtree, args=(folder,), kwargs={"ignore_errors": True}, exitpriority=-200)
     return 1 if soak.failures else 0
 
 

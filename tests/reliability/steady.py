@@ -1,7 +1,7 @@
 """Whether a rank stays as large as it is: what it holds is counted while it trains, and growth is found afterwards.
 
-A rank counts itself in the middle between two disturbances (evaluation, horizon change, checkpoint), so that what
-these hold for a while is not taken for growth.
+A rank counts itself in the middle between two disturbances (evaluation, horizon change, checkpoint), always with the
+same windows, so that what these hold for a while is not taken for growth.
 """
 
 import functools
@@ -19,15 +19,17 @@ from mpc_dist.planner.adapt import Decision, GrowingHorizon
 from mpc_dist.training import job
 from mpc_dist.training.loop import Loop
 
-EVERY = 50
-"""Steps between two disturbances, and between two samples."""
+DISTURBED_EVERY = 20
+"""Steps between evaluations, and between changes of the horizon."""
+EVERY = 2 * DISTURBED_EVERY
+"""Steps between samples, and between checkpoints: by then the horizon of two stages has gone up and down."""
 STEP, MEMORY, TENSORS, OBJECTS, THREADS, DESCRIPTORS = "step", "KiB", "tensors", "objects", "threads", "descriptors"
 MOST_KIB = 64.0
 """Per 100 steps, of memory. The smallest thing that a step of the soak's pipeline could keep, a micro-batch's state of
 2 KiB, would be 200; heaps that still settle were seen to grow by up to 35."""
 MOST_OBJECTS = 20.0
-"""Per 100 steps, of objects that Python's collector knows: one per checkpoint and evaluation would be 4, one per step
-100. Some of torch's caches still fill slowly, by a few."""
+"""Per 100 steps, of objects that Python's collector knows: one per checkpoint and change would be 7, one per
+step 100. Some of torch's caches still fill slowly, by a few."""
 
 Sample = Mapping[str, float]
 
@@ -66,7 +68,7 @@ def count_while_training(folder: Path, rank: int) -> None:
     @functools.wraps(train_step)
     def train_and_measure(self: Any, step: int, **options: Any) -> None:
         train_step(self, step, **options)
-        if step % EVERY == EVERY // 2:
+        if step % EVERY == DISTURBED_EVERY // 2:
             with path.open("a") as file:
                 file.write(json.dumps(measure(step)) + "\n")
 
@@ -87,7 +89,8 @@ def slope(samples: Sequence[Sample], what: str) -> float:
 
     A single jump is in fewer than half of them: Python takes memory by the MiB.
     """
-    pairs = zip(samples, samples[max(1, len(samples) // 4) :], strict=False)
+    apart = max(1, len(samples) // 8 * 2)  # even: what comes and goes with every other sample is no growth
+    pairs = zip(samples, samples[apart:], strict=False)
     return 100 * statistics.median(
         (after[what] - before[what]) / (after[STEP] - before[STEP]) for before, after in pairs
     )

@@ -39,7 +39,7 @@ STEADY = {MEMORY: 2e5, TENSORS: 100, OBJECTS: 3e5, THREADS: 20, DESCRIPTORS: 40}
 
 def make(**changed: Callable[[int], float]) -> list[dict[str, float]]:
     """Samples of a rank that is steady but for these."""
-    steps = range(EVERY // 2, 2000, EVERY)
+    steps = range(EVERY // 4, 2000, EVERY)
     return [{STEP: step, **STEADY, **{what: change(step) for what, change in changed.items()}} for step in steps]
 
 
@@ -84,12 +84,12 @@ def plant(folder: Path, rank: int) -> None:
 
 
 def test_a_planted_leak_of_every_kind_is_found(tmp_path: Path):
-    arguments = f"--model.num_blocks 2 --batch_size 2 --training.steps 400 --training.folder {tmp_path / 'run'}"
+    arguments = f"--model.num_blocks 2 --batch_size 2 --training.steps 300 --training.folder {tmp_path / 'run'}"
     outcome = run_job(
         parse([*COMMON, *arguments.split()]), tmp_path / "job", max_restarts=0, prepare=partial(plant, tmp_path)
     )
     assert outcome.succeeded, outcome.attempts[-1].errors
-    found = find_growth(read_samples(tmp_path, 0), warm_up=100)
+    found = find_growth(read_samples(tmp_path, 0), warm_up=75)
     assert [text.partition(":")[0] for text in found] == [MEMORY, OBJECTS, TENSORS, THREADS, DESCRIPTORS]
     # 2 KiB at every step, and what an allocator adds to it.
     assert 200 <= slope(read_samples(tmp_path, 0), MEMORY) <= 1000

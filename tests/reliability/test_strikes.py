@@ -72,6 +72,16 @@ def test_a_job_struck_at_random_comes_back_as_the_undisturbed_one(seed, referenc
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_waited_in_vain_for_a_save_is_not_to_blame(rank, references, tmp_path: Path):
+    """Whichever of the two is stopped, the other one names it."""
+    job = "horizon 1 on 2 stages"
+    strike = Strike(SAVE, rank, references[job].counts[SAVE, rank] // 2, signal.SIGSTOP)
+    config = build(job, tmp_path / "run")
+    check(run_job(config, tmp_path / "job", [strike]), config, references[job], [strike])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["first", "last"])
 @pytest.mark.parametrize("job", JOBS)
 def test_a_dead_rank_is_noticed_by_all_others_within_ten_seconds(job, which, references, tmp_path: Path, capsys):

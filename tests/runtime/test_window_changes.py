@@ -1,5 +1,7 @@
 """Windows that change during training: over ranks and replicas, with local heads and with one shared head."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -59,3 +61,25 @@ def test_weights_after_changes_of_windows_equal_the_sequential_reference(partiti
     for found in by_rank:
         for key, value in found.items():
             torch.testing.assert_close(value, named[key].detach(), rtol=1e-9, atol=1e-9, msg=key)
+
+
+def change_often(rank: int, partition: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Threads and descriptors of this process, each time that the windows are as at first."""
+    torch.set_default_dtype(torch.float64)
+    settings = {"optimizer": adamw, "num_microbatches": M}
+    windows = [windows_for(name, partition) for name in ("tumbling 1", "backprop", "tumbling 1")]
+    pipeline = connect(rank, partition, windows[0], build(is_shared=True), **settings)
+    given, found = batches(1)[0][0], []
+    pipeline.step(*given)
+    for _ in range(4):
+        for changed in windows:
+            pipeline.change_windows(changed)
+            pipeline.step(*given)
+        found.append((len(list(Path("/proc/self/task").iterdir())), len(list(Path("/proc/self/fd").iterdir()))))
+    pipeline.close()
+    return found
+
+
+def test_changes_of_windows_keep_no_group_of_a_shared_head():
+    for counts in run_local_ranks(change_often, 2, (2, 4)):
+        assert counts == [counts[0]] * 4

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mpc_dist.training.config import ConfigParser
-from mpc_dist.training.metrics import read_metrics
+from mpc_dist.training.metrics import MetricsFile, metrics_path, read_metrics
 from mpc_dist.training.optimizer import DropOnRise, build_scheduler
 from mpc_dist.training.sections import HorizonConfig, OptimizerConfig
 from mpc_dist.windows import backprop, cumulative, loco, sliding, tumbling
@@ -157,3 +157,18 @@ def test_any_scheduler_of_torch_is_stepped_and_bad_arguments_are_named():
     assert optimizer.param_groups[0]["lr"] == 0.5
     with pytest.raises(ValueError, match=r"optimizer\.scheduler_arguments do not fit StepLR"):
         build_scheduler(OptimizerConfig(scheduler="StepLR"), optimizer)
+
+
+def test_the_end_of_a_metrics_file_can_be_read_alone(tmp_path: Path):
+    file = MetricsFile(tmp_path, 0)
+    for step in range(100):
+        file.write(event="step", step=step, text="ä" * (step % 7))
+    whole = read_metrics(tmp_path, 0)
+    assert len(whole) == 100
+    size = metrics_path(tmp_path, 0).stat().st_size
+    for last_bytes in (0, 1, 50, *range(300, 320), size, 2 * size):
+        found = read_metrics(tmp_path, 0, last_bytes=last_bytes)
+        assert found == whole[len(whole) - len(found) :]
+    assert read_metrics(tmp_path, 0, last_bytes=size) == whole
+    assert 1 <= len(read_metrics(tmp_path, 0, last_bytes=300)) < 10
+    assert read_metrics(tmp_path, 1, last_bytes=300) == []

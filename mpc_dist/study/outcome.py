@@ -71,6 +71,15 @@ class Learnt:
         last = max(index for index, step in enumerate(self.steps) if step <= share * self.steps[-1])
         return self.best_so_far[last]
 
+    @property
+    def quarters(self) -> dict[int, float]:
+        """The mean test loss in each quarter of the steps, 1 to 4, that has an evaluation."""
+        found: dict[int, list[float]] = {}
+        for step, *losses in zip(self.steps, *self.curves, strict=True):
+            if step:
+                found.setdefault(math.ceil(4 * step / self.steps[-1]), []).extend(losses)
+        return {quarter: statistics.fmean(losses) for quarter, losses in found.items()}
+
     def steps_to(self, target: float) -> float | None:
         """Steps until the seeds' mean test loss is as low, on straight lines between evaluations; None: never."""
         return self._cross(self.best_so_far, target)

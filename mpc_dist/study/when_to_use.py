@@ -118,8 +118,8 @@ FULL_RESNET = Problem(
     OptimizerConfig("sgd", momentum=0.9, scheduler=COSINE),
     rates=(0.01, 0.03, 0.1),
     batch_size=32,
-    steps=800,
-    tuning_steps=250,
+    steps=600,
+    tuning_steps=150,
     test_batches=4,
     num_evaluations=12,
     adapt_every=50,
@@ -130,7 +130,7 @@ FULL_CALIBRATION = CalibrationCell(
     (("sliding:1", False), ("sliding:2", True), ("tumbling:2", True), ("backprop", False), ("backprop", True)),
     ("torch-InterleavedZeroBubble", "torch-ZBV"),
     seconds=0.01,
-    repeats=2,
+    repeats=1,
     repeat_seconds=1.0,
 )
 
@@ -189,7 +189,6 @@ def build_variant(quick: bool) -> Mapping[str, Cell]:
         FULL_CALIBRATION,
         microbatches=(1, 8),
         windows=(("sliding:1", False), ("backprop", True)),
-        repeats=1,
         repeat_seconds=0.4,
     )
     return build_cells(list_problems(quick), few if quick else FULL_CALIBRATION)

@@ -24,7 +24,11 @@ def write_findings(panels: Sequence[Panel], calibration: Record, overhead: float
         summary=_summarise(panels, shown),
         tables=(
             _rules_by_microbatches(panels),
-            *(table for panel in panels for table in (_qualities(panel, shown), _step_times(panel), _times(panel))),
+            *(
+                table
+                for panel in panels
+                for table in (_qualities(panel, shown), _gaps(panel), _step_times(panel), _times(panel))
+            ),
             _calibration(calibration, overhead),
         ),
         pictures=(
@@ -143,6 +147,18 @@ def _qualities(panel: Panel, shown: int) -> Table:
     return Table(f"{panel.problem}: quality, and bytes of the fullest rank", (*columns, *bytes_at), tuple(rows))
 
 
+def _gaps(panel: Panel) -> Table:
+    """Whether windows fall behind as training goes on, which short runs hide."""
+    usual = panel.backprop.learnt.quarters
+    rows = [
+        (one.system, *(f"{one.learnt.quarters[quarter] - loss:+.3f}" for quarter, loss in usual.items()))
+        for one in panel.windows
+    ]
+    columns = ("system", *(f"quarter {quarter}" for quarter in usual))
+    title = f"{panel.problem}: test loss above back-propagation's, mean over each quarter of training"
+    return Table(title, columns, tuple(rows))
+
+
 def _step_times(panel: Panel) -> Table:
     rows = [
         (one.system, *(f"{one.steps[m].time:.2f}" if m in one.steps else "" for m in panel.microbatches))
@@ -256,6 +272,8 @@ def _notes(panels: Sequence[Panel], calibration: Record, overhead: float) -> tup
         f"than back-propagation's if they are {SPREADS:g} standard deviations over seeds and {LEAST_DIFFERENCE:.1%} "
         f"apart; as good if it is at most {MARGIN:.0%} above, two standard errors included; else not distinguished. A "
         "time is less than another if that of every seed is.",
+        "Runs are short. Where a gap grows from quarter to quarter of training, expect a larger one after more steps "
+        "than at the end of these.",
         "The batch is fixed: with M micro-batches each is 1/M of it. All runs were trained with M = 1; the gradient "
         "does not depend on M, but for batch norm, which normalises each micro-batch.",
         "Step times are simulated from counted operations, an average stage's forward of the batch being "

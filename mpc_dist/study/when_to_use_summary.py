@@ -29,6 +29,11 @@ def _losses(panel: Panel) -> Iterable[str]:
         yield f"after the same steps, worse than back-propagation ({_show(panel.backprop)}): {_show_all(worse)}."
     if len(worse) == len(panel.windows):
         yield f"no window ends as well as back-propagation; the nearest is {panel.best_window.system}."
+    if fading := [text for one in panel.windows if (text := _fade(one, panel.backprop))]:
+        yield (
+            "back-propagation gains on these as training goes on (their loss above its own in the first and the last "
+            f"quarter of the steps), so expect less of them in longer training: {', '.join(fading)}."
+        )
     if missed := [one.system for one in panel.windows if one.steps_to_target is None]:
         steps = panel.cell["steps"]
         yield f"not down to the target loss of {panel.target:.3f} in {steps} steps: {', '.join(missed)}."
@@ -76,6 +81,13 @@ def _show(one: Outcome) -> str:
 
 def _show_all(outcomes: Iterable[Outcome]) -> str:
     return ", ".join(f"{one.system} {_show(one)}" for one in outcomes)
+
+
+def _fade(one: Outcome, backprop: Outcome) -> str | None:
+    """How a window's gap to back-propagation grew over training; None if it did not."""
+    own, usual = one.learnt.quarters, backprop.learnt.quarters
+    early, late = (own[quarter] - usual[quarter] for quarter in (min(usual), max(usual)))
+    return f"{one.system} {early:+.3f} and {late:+.3f}" if late > early else None
 
 
 def _races(panel: Panel, *, decided: bool) -> Iterable[tuple[Choice, Choice | None]]:

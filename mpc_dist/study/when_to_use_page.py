@@ -253,11 +253,13 @@ def _notes(panels: Sequence[Panel], calibration: Record, overhead: float) -> tup
         rates = ", ".join(f"{rate:g}" for rate in cell["rates"])
         decay = "falling as a cosine to 0" if cell["optimizer"]["scheduler"] == COSINE else "constant"
         notes.append(
-            f"{panel.problem}: model {_list(cell['model'])}; data {_list(cell['data'])}; "
+            f"{panel.problem}: from scratch, model {_list(cell['model'])}; data {_list(cell['data'])}; "
             f"{cell['optimizer']['name']}, batches of {cell['batch_size']}, {cell['steps']} steps, seeds "
             f"{', '.join(map(str, cell['seeds']))}; learning rate of {rates}, the one with the lowest test loss "
             f"after {cell['tuning_steps']} steps of another seed, {decay} over the steps of a run."
         )
+        if edge := _at_the_edge(panel):
+            notes.append(f"{panel.problem}: the rate is at the edge of the grid, a better one may lie beyond: {edge}.")
         notes.append(
             f"{panel.problem}: reading a loss costs {panel.readout_share:.2g} of an average stage's forward, "
             "and counts in every time."
@@ -290,5 +292,16 @@ def _notes(panels: Sequence[Panel], calibration: Record, overhead: float) -> tup
     )
 
 
+def _at_the_edge(panel: Panel) -> str:
+    """The ways to learn whose rate is the lowest or the highest of several."""
+    rates = panel.cell["rates"]
+    found = {"back-propagation": panel.backprop.learnt.rate} | {one.system: one.learnt.rate for one in panel.windows}
+    edges = (min(rates), max(rates)) if len(rates) > 1 else ()
+    return ", ".join(f"{name} ({rate:g})" for name, rate in found.items() if rate in edges)
+
+
 def _list(values: Result) -> str:
-    return ", ".join(f"{name} {value}" for name, value in values.items() if value is not None and name != "source")
+    """The settings that mean something: `weights` are of a checkpoint, `source` is a table of its own."""
+    return ", ".join(
+        f"{name} {value}" for name, value in values.items() if value is not None and name not in ("source", "weights")
+    )

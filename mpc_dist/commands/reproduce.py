@@ -56,7 +56,7 @@ def run(argv: Sequence[str]) -> None:
             continue
         _reproduce(experiment, out / name, options, console)
     found = _conclude_all(out, is_quick=options.quick)
-    if found:
+    if any(not EXPERIMENTS[name].page_beside for name in found):
         console.print(f"all results: {write_index(found, EXPERIMENTS, out)}", highlight=False, soft_wrap=True)
 
 

@@ -20,7 +20,10 @@ Result = dict[str, Any]
 
 
 class Cell(Protocol):
-    """One piece of work; implementations are frozen dataclasses of plain values and other such dataclasses."""
+    """One piece of work; implementations are frozen dataclasses of plain values and other such dataclasses.
+
+    A class whose `runs_alone` is true measures times on the clock: no other cell runs beside it.
+    """
 
     def run(self) -> Result:
         """Do the work; the same cell gives the same result."""

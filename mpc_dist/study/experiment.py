@@ -82,7 +82,7 @@ class Experiment:
     needs: tuple[str, ...] = ()
     """Files and folders that must be there, besides what is installed, e.g. data/cifar-10-batches-py."""
     page_beside: bool = False
-    """Whether the page stands beside its folder, as NAME.md, instead of in it as README.md."""
+    """Whether the page stands beside its folder, as NAME.md, instead of in it as README.md; alone it has no index."""
 
 
 def write_page(experiment: Experiment, findings: Findings, records: Records, folder: Path, *, quick: bool) -> Path:

@@ -64,17 +64,31 @@ class Learnt:
     @property
     def best_so_far(self) -> list[float]:
         """The seeds' mean test loss, the lowest up to each evaluation."""
-        means = [statistics.fmean(values) for values in zip(*self.curves, strict=True)]
-        return [min(means[: index + 1]) for index in range(len(means))]
+        return _lowest_so_far([statistics.fmean(values) for values in zip(*self.curves, strict=True)])
 
     def loss_at(self, share: float) -> float:
         """The lowest mean test loss up to that share of the steps."""
         last = max(index for index, step in enumerate(self.steps) if step <= share * self.steps[-1])
         return self.best_so_far[last]
 
+    @property
+    def quarters(self) -> dict[int, float]:
+        """The mean test loss in each quarter of the steps, 1 to 4, that has an evaluation."""
+        found: dict[int, list[float]] = {}
+        for step, *losses in zip(self.steps, *self.curves, strict=True):
+            if step:
+                found.setdefault(math.ceil(4 * step / self.steps[-1]), []).extend(losses)
+        return {quarter: statistics.fmean(losses) for quarter, losses in found.items()}
+
     def steps_to(self, target: float) -> float | None:
         """Steps until the seeds' mean test loss is as low, on straight lines between evaluations; None: never."""
-        best = self.best_so_far
+        return self._cross(self.best_so_far, target)
+
+    def seed_steps_to(self, target: float) -> tuple[float | None, ...]:
+        """The same of each seed alone."""
+        return tuple(self._cross(_lowest_so_far(curve), target) for curve in self.curves)
+
+    def _cross(self, best: Sequence[float], target: float) -> float | None:
         for index, loss in enumerate(best):
             if loss <= target:
                 before = best[index - 1] if index else loss
@@ -83,6 +97,10 @@ class Learnt:
                 share = (before - target) / (before - loss)
                 return self.steps[index - 1] + share * (self.steps[index] - self.steps[index - 1])
         return None
+
+
+def _lowest_so_far(losses: Sequence[float]) -> list[float]:
+    return [min(losses[: index + 1]) for index in range(len(losses))]
 
 
 def _or_infinite(value: float) -> float:
@@ -124,13 +142,17 @@ class Outcome:
     steps_to_target: float | None
     times: dict[int, float]
     """To the target, by number of micro-batches; empty if it was not reached."""
+    seed_times: dict[int, tuple[float, ...]]
+    """The same of each seed alone; infinite if it was not reached."""
 
 
 def fixed_outcome(system: str, learnt: Learnt, steps: dict[int, Step], *, target: float, is_backprop: bool) -> Outcome:
     """The outcome of a system whose steps are all alike."""
     needed = learnt.steps_to(target)
     times = {} if needed is None else {m: needed * step.time for m, step in steps.items()}
-    return Outcome(system, learnt, is_backprop, steps, needed, times)
+    alone = [math.inf if steps is None else steps for steps in learnt.seed_steps_to(target)]
+    seed_times = {m: tuple(own * step.time for own in alone) for m, step in steps.items()}
+    return Outcome(system, learnt, is_backprop, steps, needed, times, seed_times)
 
 
 def adaptive_outcome(
@@ -143,7 +165,7 @@ def adaptive_outcome(
     learnt = Learnt.of(result)
     needed = learnt.steps_to(target)
     largest, last = by_size[max(by_size)], learnt.steps[-1]
-    steps, times = {}, {}
+    steps, times, seed_times = {}, {}, {}
     for m in largest:
         spent = [_spend(run["sizes"], by_size, m, last) for run in result["runs"]]
         probes = (last - 1) // every * largest[m].time
@@ -153,7 +175,11 @@ def adaptive_outcome(
         if needed is not None:
             until = statistics.fmean(_spend(run["sizes"], by_size, m, needed) for run in result["runs"])
             times[m] = until + needed // every * largest[m].time
-    return Outcome(system, learnt, False, steps, needed, times)
+        seed_times[m] = tuple(
+            math.inf if own is None else _spend(run["sizes"], by_size, m, own) + own // every * largest[m].time
+            for run, own in zip(result["runs"], learnt.seed_steps_to(target), strict=True)
+        )
+    return Outcome(system, learnt, False, steps, needed, times, seed_times)
 
 
 def _spend(
@@ -178,6 +204,11 @@ class Choice:
     def time(self) -> float:
         """To the target."""
         return self.outcome.times[self.num_microbatches]
+
+    @property
+    def seed_times(self) -> tuple[float, ...]:
+        """To the target, of each seed."""
+        return self.outcome.seed_times[self.num_microbatches]
 
     @property
     def live_bytes(self) -> float:

@@ -9,7 +9,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -111,6 +111,8 @@ def interpolate(price: Result, overheads: Sequence[float], overhead: float) -> f
 @dataclass(frozen=True)
 class CalibrationCell:
     """Schedules on local gloo ranks with emulated compute, ours and torch's, beside the simulator's prediction."""
+
+    runs_alone: ClassVar[bool] = True
 
     num_stages: int
     microbatches: tuple[int, ...]

@@ -1,5 +1,7 @@
 """Runs the cells of an experiment side by side, one thread each, and keeps each result as it comes.
 
+Cells whose result is a time on the clock run first, one by one, with nothing beside them.
+
 Interrupted at any point, the same call goes on: cells that are in the store are not run again.
 """
 
@@ -22,8 +24,13 @@ def run_cells(
 ) -> dict[str, Record]:
     """Run what the store lacks, `num_workers` at a time; every cell's record by its name."""
     left = {name: cell for name, cell in cells.items() if store.find(cell) is None}
-    if left:
-        _run(left, store, num_workers=num_workers, title=title, console=console, num_done=len(cells) - len(left))
+    alone = {name: cell for name, cell in left.items() if getattr(cell, "runs_alone", False)}
+    others = {name: cell for name, cell in left.items() if name not in alone}
+    num_done = len(cells) - len(left)
+    if alone:
+        _run(alone, store, num_workers=1, title=title, console=console, num_done=num_done)
+    if others:
+        _run(others, store, num_workers=num_workers, title=title, console=console, num_done=num_done + len(alone))
     return collect(cells, store)
 
 

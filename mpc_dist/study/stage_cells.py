@@ -19,9 +19,11 @@ from mpc_dist.runtime.stage import StageOptions
 from mpc_dist.schedule import build_schedule, lay_out, split_evenly
 from mpc_dist.study.cell import Result
 from mpc_dist.study.training_cell import TrainingCell, Watch, WindowChoice
-from mpc_dist.training.optimizer import build_optimizer
+from mpc_dist.training.optimizer import LearningRate, build_optimizer
 from mpc_dist.training.sections import OptimizerConfig
 from mpc_dist.windows import Windows, expand
+
+COSINE = "CosineAnnealingLR"
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class AdaptiveCell(TrainingCell):
         chain = build_chain(self.model, data.task, readout=self.readout.kind, seed=self.seed)
         # One optimizer of all weights outlives the pipelines; heads that are read no more have no gradient.
         optimizer = build_optimizer(self.optimizer, [p for p in chain.parameters() if p.requires_grad])
+        rate = LearningRate(self.optimizer, optimizer)
         rule = GrowingHorizon(self.num_stages)
         pipeline = self._build(chain, rule.size, optimizer)
         batches = Batches(data.train, batch_size=self.batch_size, seed=self.seed)
@@ -61,6 +64,7 @@ class AdaptiveCell(TrainingCell):
             (record,) = pipeline.step(*batch)
             recent.append(record.losses[pipeline.layout.num_segments][0])
             watch.add(recent[-1])
+            rate.step()
             if step % self.every == 0 and step < self.steps:
                 before = rule.size
                 decision = rule.decide(self._cosine(chain, before, batch), float(torch.stack(recent).mean()))
@@ -99,7 +103,7 @@ class TunedCell:
     windows: StagedWindows | None
     """None: adaptive."""
     optimizer: OptimizerConfig
-    """Its learning rate is replaced."""
+    """Its learning rate is replaced; a cosine goes down to 0 over the steps of each run, the short ones too."""
     rates: tuple[float, ...]
     """The grid of learning rates."""
     batch_size: int
@@ -128,7 +132,8 @@ class TunedCell:
 
     def _train(self, rate: float, seed: int, steps: int, *, num_evaluations: int) -> Result:
         windows = self.windows or StagedWindows("tumbling", 1, num_stages=self.num_stages)
-        optimizer = replace(self.optimizer, lr=rate)
+        decay = {"T_max": steps} if self.optimizer.scheduler == COSINE else self.optimizer.scheduler_arguments
+        optimizer = replace(self.optimizer, lr=rate, scheduler_arguments=decay)
         settings = (self.model, self.data, windows, optimizer, self.batch_size, steps, seed)
         if self.windows is not None:
             cell = TrainingCell(*settings, num_evaluations=num_evaluations, test_batches=self.test_batches)

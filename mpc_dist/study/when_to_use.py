@@ -21,7 +21,7 @@ from mpc_dist.study.outcome import (
 )
 from mpc_dist.study.price_cell import CalibrationCell, PriceCell, calibrated_overhead, torch_ratio
 from mpc_dist.study.small_images import SmallImages
-from mpc_dist.study.stage_cells import StagedWindows, TunedCell
+from mpc_dist.study.stage_cells import COSINE, StagedWindows, TunedCell
 from mpc_dist.study.when_to_use_page import write_findings
 from mpc_dist.training.sections import OptimizerConfig
 
@@ -100,29 +100,29 @@ class Problem:
         )
 
 
-SHAKESPEARE = TextData(path="data/tinyshakespeare.txt", unit="characters", context=32)
+SHAKESPEARE = TextData(path="data/tinyshakespeare.txt", unit="characters", context=48)
 FULL_GPT = Problem(
     "gpt",
-    GPT(num_blocks=8, width=32, num_heads=2),
+    GPT(num_blocks=8, width=48, num_heads=4),
     SHAKESPEARE,
     OptimizerConfig("adamw"),
-    rates=(1e-3, 3e-3, 1e-2),
+    rates=(1e-3, 2e-3, 4e-3, 8e-3),
     batch_size=16,
-    steps=600,
-    tuning_steps=120,
+    steps=1_000,
+    tuning_steps=300,
 )
 FULL_RESNET = Problem(
     "resnet56",
-    ResNetCifar(blocks_per_group=9, channels=4),
-    SmallImages(num_train=5_000),
-    OptimizerConfig("sgd", momentum=0.9),
+    ResNetCifar(blocks_per_group=9, channels=8),
+    SmallImages(num_train=10_000),
+    OptimizerConfig("sgd", momentum=0.9, scheduler=COSINE),
     rates=(0.01, 0.03, 0.1),
     batch_size=32,
-    steps=400,
-    tuning_steps=60,
-    test_batches=2,
-    num_evaluations=10,
-    adapt_every=40,
+    steps=600,
+    tuning_steps=150,
+    test_batches=4,
+    num_evaluations=12,
+    adapt_every=50,
 )
 FULL_CALIBRATION = CalibrationCell(
     NUM_STAGES,
@@ -130,7 +130,7 @@ FULL_CALIBRATION = CalibrationCell(
     (("sliding:1", False), ("sliding:2", True), ("tumbling:2", True), ("backprop", False), ("backprop", True)),
     ("torch-InterleavedZeroBubble", "torch-ZBV"),
     seconds=0.01,
-    repeats=2,
+    repeats=1,
     repeat_seconds=1.0,
 )
 
@@ -140,16 +140,28 @@ def list_problems(quick: bool) -> tuple[Problem, ...]:
     if not quick:
         return FULL_GPT, FULL_RESNET
     return (
-        replace(FULL_GPT, rates=(1e-3, 3e-3), steps=50, tuning_steps=10, seeds=(0,), num_evaluations=5, adapt_every=15),
+        replace(
+            FULL_GPT,
+            model=GPT(num_blocks=8, width=32, num_heads=2),
+            data=replace(SHAKESPEARE, context=32),
+            rates=(1e-3, 4e-3),
+            steps=60,
+            tuning_steps=20,
+            seeds=(0,),
+            num_evaluations=5,
+            adapt_every=15,
+        ),
         replace(
             FULL_RESNET,
+            model=ResNetCifar(blocks_per_group=9, channels=4),
+            data=SmallImages(num_train=5_000, side=8),
             rates=(0.03, 0.1),
-            steps=24,
-            tuning_steps=6,
+            steps=40,
+            tuning_steps=12,
             seeds=(0,),
             test_batches=1,
             num_evaluations=4,
-            adapt_every=6,
+            adapt_every=10,
         ),
     )
 
@@ -177,7 +189,6 @@ def build_variant(quick: bool) -> Mapping[str, Cell]:
         FULL_CALIBRATION,
         microbatches=(1, 8),
         windows=(("sliding:1", False), ("backprop", True)),
-        repeats=1,
         repeat_seconds=0.4,
     )
     return build_cells(list_problems(quick), few if quick else FULL_CALIBRATION)

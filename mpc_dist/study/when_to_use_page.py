@@ -1,18 +1,18 @@
 """The words, tables and verdicts of the page on when to use horizon training, each sentence chosen by the numbers."""
 
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 from mpc_dist.report.angles import format_bytes
 from mpc_dist.study.cell import Record, Result
 from mpc_dist.study.experiment import Findings, Picture, Table, Verdict, VerdictWord
-from mpc_dist.study.outcome import TAIL, TARGET_AT, Outcome, Panel, Win, find_wins
+from mpc_dist.study.outcome import TAIL, TARGET_AT, Panel, Win, find_wins
 from mpc_dist.study.price_cell import OVERHEADS, torch_ratio
+from mpc_dist.study.stage_cells import COSINE
+from mpc_dist.study.standing import LEAST_DIFFERENCE, MARGIN, SPREADS, is_sooner, stand
 from mpc_dist.study.when_to_use_figures import draw_quality, draw_times, draw_wins
+from mpc_dist.study.when_to_use_summary import summarise, unlimited
 
-SPREADS = 2.0
-"""Two losses differ if they are further apart than so many standard deviations over seeds, of the larger one."""
-LEAST_DIFFERENCE = 0.005
-"""... and by at least this share, which is all there is to go by with one seed."""
 ENOUGH = 8
 """Micro-batches at which memory is compared: as many as stages, the least at which 1F1B keeps every rank busy."""
 
@@ -21,10 +21,14 @@ def write_findings(panels: Sequence[Panel], calibration: Record, overhead: float
     """The page of these problems."""
     shown = _choose_microbatches(panels)
     return Findings(
-        summary=_summarise(panels),
+        summary=_summarise(panels, shown),
         tables=(
             _rules_by_microbatches(panels),
-            *(table for panel in panels for table in (_qualities(panel, shown), _step_times(panel), _times(panel))),
+            *(
+                table
+                for panel in panels
+                for table in (_qualities(panel, shown), _gaps(panel), _step_times(panel), _times(panel))
+            ),
             _calibration(calibration, overhead),
         ),
         pictures=(
@@ -53,119 +57,63 @@ def _caption(panels: Sequence[Panel], what: str) -> str:
     return f"{what}, on {panels[0].cell['num_stages']} stages ({sizes}; times simulated)"
 
 
-def differs(one: Outcome, other: Outcome) -> bool:
-    """Whether two qualities are further apart than their seeds are."""
-    least = max(SPREADS * max(one.learnt.spread, other.learnt.spread), LEAST_DIFFERENCE * abs(other.learnt.loss))
-    return abs(one.learnt.loss - other.learnt.loss) > least
-
-
-def _is_worse(one: Outcome, other: Outcome) -> bool:
-    return one.learnt.loss > other.learnt.loss and differs(one, other)
-
-
-# ---------------------------------------------------------------------------------------------------- the first lines
-
-
-def _summarise(panels: Sequence[Panel]) -> str:
-    loses = [f"- **{panel.problem}**: {sentence}" for panel in panels for sentence in _losses(panel)]
-    wins = [f"- **{panel.problem}**: {sentence}" for panel in panels for sentence in _gains(panel)]
-    parts = ["## Where horizon training loses", "\n".join(loses or ["Nowhere, in these runs."])]
-    parts += ["## Where it wins", "\n".join(wins or ["Nowhere, in these runs."])]
-    times = "Times are in forwards of a stage and batch; M is the number of micro-batches of that same batch."
-    parts += ["## When to use what", times, _rules(panels).as_markdown()]
-    return "\n\n".join(parts)
-
-
-def _losses(panel: Panel) -> Iterable[str]:
-    backprop, best = panel.backprop, panel.best_window
-    worse = [one for one in panel.windows if _is_worse(one, backprop)]
-    if worse:
-        listed = ", ".join(f"{one.system} {one.learnt.loss:.3f}" for one in _by_loss(worse))
-        yield f"after the same steps back-propagation's test loss is {backprop.learnt.loss:.3f}; worse are {listed}."
-    if len(worse) == len(panel.windows):
-        yield f"no window ends as well as back-propagation; the nearest is {best.system}."
-    missed = [one.system for one in panel.windows if one.steps_to_target is None]
-    if missed:
-        yield f"never down to the target loss of {panel.target:.3f}: {', '.join(missed)}."
-    lost = [
-        m for m in panel.microbatches if (win := _unlimited(panel, m)) is not None and win.choice.outcome.is_backprop
-    ]
-    if lost:
-        rows = ", ".join(f"M = {m} ({win.choice.outcome.system})" for m in lost if (win := _unlimited(panel, m)))
-        yield f"with memory to spare, back-propagation is the first at the target with {rows}."
-
-
-def _gains(panel: Panel) -> Iterable[str]:
-    good = [one for one in panel.windows if not _is_worse(one, panel.backprop)]
-    if good:
-        listed = ", ".join(f"{one.system} {one.learnt.loss:.3f}" for one in _by_loss(good))
-        backprop = f"back-propagation ({panel.backprop.learnt.loss:.3f})"
-        yield f"within the seeds' spread of {backprop}, or better, after the same steps: {listed}."
-    won = []
-    for m in panel.microbatches:
-        win = _unlimited(panel, m)
-        if win is not None and not win.choice.outcome.is_backprop and win.rival is not None:
-            ratio, rival = win.rival.time / win.choice.time, win.rival.outcome.system
-            won.append(f"M = {m}: {win.choice.outcome.system}, {ratio:.2f} x as fast as {rival}")
-    if won:
-        yield f"first at the target with memory to spare: {'; '.join(won)}."
-    alone = []
-    for m in panel.microbatches:
-        needed = [one.steps[m].live_bytes for one in panel.outcomes if one.is_backprop and m in one.times]
-        wins = [win for win in find_wins(panel.outcomes, [m]) if win.rival is None]
-        if wins and needed:
-            alone.append(f"M = {m}: {wins[0].choice.outcome.system} from {format_bytes(wins[0].from_bytes)}")
-            alone[-1] += f" (back-propagation from {format_bytes(min(needed))})"
-    if alone:
-        yield f"in memory in which no back-propagation fits: {'; '.join(alone)}."
-
-
-def _by_loss(outcomes: Iterable[Outcome]) -> list[Outcome]:
-    return sorted(outcomes, key=lambda one: one.learnt.loss)
-
-
-def _unlimited(panel: Panel, num_microbatches: int) -> Win | None:
-    wins = find_wins(panel.outcomes, [num_microbatches])
-    return wins[-1] if wins else None
-
-
 # -------------------------------------------------------------------------------------------------------- the tables
 
 
-def _rules(panels: Sequence[Panel]) -> Table:
+def _summarise(panels: Sequence[Panel], shown: int) -> str:
+    units = (
+        "Times are in forwards of a stage and batch; M is the number of micro-batches of that same batch; shares of "
+        f"memory are of what 1F1B holds with M = {shown}."
+    )
+    return "\n\n".join([summarise(panels), "## When to use what", units, _rules(panels, shown).as_markdown()])
+
+
+def _rules(panels: Sequence[Panel], shown: int) -> Table:
     rows = []
     for panel in panels:
-        for win, memory in _merge(find_wins(panel.outcomes, panel.microbatches)):
-            use = f"{win.choice.outcome.system} with M = {win.choice.num_microbatches}"
+        merged = _merge(find_wins(panel.outcomes, panel.microbatches))
+        for system, group in groupby(merged, key=lambda one: one[0].choice.outcome.system):
+            held = list(group)
+            (first, _, _), (last, _, until) = held[0], held[-1]
+            counts = list(dict.fromkeys(win.choice.num_microbatches for win, _, _ in held))
+            use = f"{system} with M = {', '.join(map(str, counts))}"
+            share = first.from_bytes / panel.backprop.steps[shown].live_bytes
+            memory = f"{format_bytes(first.from_bytes)} ({share:.0%}) {until}"
             when = f"test loss {panel.target:.3f} is wanted soonest, and a rank can hold {memory} for backward"
-            rows.append((panel.problem, use, when, _gain(win)))
-        backprop, best = panel.backprop, panel.best_window
-        use = "back-propagation" if _is_worse(best, backprop) else f"back-propagation or {best.system}"
-        if _is_worse(backprop, best):
-            use = best.system
-        lowest = f"the lowest test loss after {panel.cell['steps']} steps is wanted"
-        losses = f"{backprop.learnt.loss:.3f} by back-propagation, {best.learnt.loss:.3f} by {best.system}"
-        rows.append((panel.problem, use, lowest, losses))
+            rows.append((panel.problem, use, when, _gain(last)))
+        rows.append((panel.problem, *_rule_for_quality(panel)))
     return Table("What to use, if M is yours to choose", ("model", "use", "when", "because"), tuple(rows))
+
+
+def _rule_for_quality(panel: Panel) -> tuple[str, str, str]:
+    backprop, best = panel.backprop, panel.best_window
+    use = {
+        "better": best.system,
+        "as good": f"back-propagation or {best.system}",
+        "not distinguished": f"back-propagation; {best.system} is not distinguished from it",
+        "worse": "back-propagation",
+    }[stand(best, backprop)]
+    losses = f"{backprop.learnt.loss:.3f} by back-propagation, {best.learnt.loss:.3f} by {best.system}"
+    return use, f"the lowest test loss after {panel.cell['steps']} steps is wanted", losses
 
 
 def _rules_by_microbatches(panels: Sequence[Panel]) -> Table:
     rows = [
-        (panel.problem, str(m), memory, win.choice.outcome.system, _gain(win))
+        (panel.problem, str(m), f"{memory} {until}", win.choice.outcome.system, _gain(win))
         for panel in panels
         for m in panel.microbatches
-        for win, memory in _merge(find_wins(panel.outcomes, [m]))
+        for win, memory, until in _merge(find_wins(panel.outcomes, [m]))
     ]
     columns = ("model", "M", "a rank can hold for backward", "use", "because")
     return Table("What is at the target soonest, if M is given", columns, tuple(rows))
 
 
-def _merge(wins: Sequence[Win]) -> Iterable[tuple[Win, str]]:
-    """Winners with the memory in which they win; where only the rival changes, that in the least memory is kept."""
+def _merge(wins: Sequence[Win]) -> Iterable[tuple[Win, str, str]]:
+    """Winners, from and up to which memory; where only the rival changes, that in the least memory is kept."""
     kept = [win for index, win in enumerate(wins) if not index or wins[index - 1].choice != win.choice]
     for win, following in zip(kept, [*kept[1:], None], strict=True):
         until = "or more" if following is None else f"up to {format_bytes(following.from_bytes)}"
-        yield win, f"{format_bytes(win.from_bytes)} {until}"
+        yield win, format_bytes(win.from_bytes), until
 
 
 def _gain(win: Win) -> str:
@@ -175,7 +123,8 @@ def _gain(win: Win) -> str:
     if win.rival is None:
         return f"{win.choice.time:.0f}; no back-propagation fits"
     rival = f"{win.rival.outcome.system} with M = {win.rival.num_microbatches}"
-    return f"{win.choice.time:.0f} against {win.rival.time:.0f} of {rival}"
+    overlap = "" if is_sooner(win.choice, win.rival) else "; the seeds overlap"
+    return f"{win.choice.time:.0f} against {win.rival.time:.0f} of {rival}{overlap}"
 
 
 def _qualities(panel: Panel, shown: int) -> Table:
@@ -196,6 +145,18 @@ def _qualities(panel: Panel, shown: int) -> Table:
     columns = ("system", "learning rate", "test loss", "accuracy", f"steps to {panel.target:.3f}")
     bytes_at = (f"held for backward, M = {shown}", f"all of a rank, M = {shown}")
     return Table(f"{panel.problem}: quality, and bytes of the fullest rank", (*columns, *bytes_at), tuple(rows))
+
+
+def _gaps(panel: Panel) -> Table:
+    """Whether windows fall behind as training goes on, which short runs hide."""
+    usual = panel.backprop.learnt.quarters
+    rows = [
+        (one.system, *(f"{one.learnt.quarters[quarter] - loss:+.3f}" for quarter, loss in usual.items()))
+        for one in panel.windows
+    ]
+    columns = ("system", *(f"quarter {quarter}" for quarter in usual))
+    title = f"{panel.problem}: test loss above back-propagation's, mean over each quarter of training"
+    return Table(title, columns, tuple(rows))
 
 
 def _step_times(panel: Panel) -> Table:
@@ -243,12 +204,12 @@ def _judge(panels: Sequence[Panel], shown: int) -> Iterable[Verdict]:
     pairs = [(panel, panel.find("h = 1"), panel.find(name)) for panel in panels for name in ("h = 2", "h = 3")]
     yield Verdict(
         "Sliding windows with 1 < h < T learn better than h = 1: their gradient is closer (the paper's picture)",
-        _grade([_is_worse(local, wide) for _, local, wide in pairs]),
+        _grade([stand(wide, local) == "better" for _, local, wide in pairs]),
         "; ".join(f"{p.problem}: {w.system} {w.learnt.loss:.3f}, h = 1 {one.learnt.loss:.3f}" for p, one, w in pairs),
     )
     yield Verdict(
         "Some windows end as well as back-propagation after the same steps",
-        _grade([not _is_worse(panel.best_window, panel.backprop) for panel in panels]),
+        _grade([stand(panel.best_window, panel.backprop) in ("better", "as good") for panel in panels]),
         "; ".join(
             f"{panel.problem}: {panel.best_window.system} {panel.best_window.learnt.loss:.3f} ± "
             f"{panel.best_window.learnt.spread:.3f}, back-propagation {panel.backprop.learnt.loss:.3f} ± "
@@ -256,10 +217,10 @@ def _judge(panels: Sequence[Panel], shown: int) -> Iterable[Verdict]:
             for panel in panels
         ),
     )
-    wins = [(panel, m, _unlimited(panel, m)) for panel in panels for m in panel.microbatches]
+    wins = [(panel, m, unlimited(panel, m)) for panel in panels for m in panel.microbatches]
     yield Verdict(
         "Horizon training is at the target before every back-propagation schedule: no rank waits for the pipe's end",
-        _grade([win is not None and not win.choice.outcome.is_backprop for _, _, win in wins]),
+        _grade([win is not None and _is_windows_in_every_seed(win) for _, _, win in wins]),
         "; ".join(f"{p.problem}, M = {m}: {win.choice.outcome.system}" for p, m, win in wins if win is not None),
     )
     held = [
@@ -274,6 +235,10 @@ def _judge(panels: Sequence[Panel], shown: int) -> Iterable[Verdict]:
     )
 
 
+def _is_windows_in_every_seed(win: Win) -> bool:
+    return not win.choice.outcome.is_backprop and (win.rival is None or is_sooner(win.choice, win.rival))
+
+
 def _grade(found: Sequence[bool]) -> VerdictWord:
     """All, some or none."""
     if all(found):
@@ -286,12 +251,15 @@ def _notes(panels: Sequence[Panel], calibration: Record, overhead: float) -> tup
     for panel in panels:
         cell = panel.cell
         rates = ", ".join(f"{rate:g}" for rate in cell["rates"])
+        decay = "falling as a cosine to 0" if cell["optimizer"]["scheduler"] == COSINE else "constant"
         notes.append(
-            f"{panel.problem}: model {_list(cell['model'])}; data {_list(cell['data'])}; "
+            f"{panel.problem}: from scratch, model {_list(cell['model'])}; data {_list(cell['data'])}; "
             f"{cell['optimizer']['name']}, batches of {cell['batch_size']}, {cell['steps']} steps, seeds "
             f"{', '.join(map(str, cell['seeds']))}; learning rate of {rates}, the one with the lowest test loss "
-            f"after {cell['tuning_steps']} steps of another seed, constant from then on."
+            f"after {cell['tuning_steps']} steps of another seed, {decay} over the steps of a run."
         )
+        if edge := _at_the_edge(panel):
+            notes.append(f"{panel.problem}: the rate is at the edge of the grid, a better one may lie beyond: {edge}.")
         notes.append(
             f"{panel.problem}: reading a loss costs {panel.readout_share:.2g} of an average stage's forward, "
             "and counts in every time."
@@ -302,8 +270,12 @@ def _notes(panels: Sequence[Panel], calibration: Record, overhead: float) -> tup
     return (
         *notes,
         f"The target is the test loss that back-propagation has after {TARGET_AT:.0%} of its steps (seeds' mean, "
-        f"lowest so far); quality is the mean over the last {TAIL:.0%} of the evaluations. Losses differ from "
-        f"back-propagation's if they are {SPREADS:g} standard deviations over seeds and {LEAST_DIFFERENCE:.1%} apart.",
+        f"lowest so far); quality is the mean over the last {TAIL:.0%} of the evaluations. A loss is better or worse "
+        f"than back-propagation's if they are {SPREADS:g} standard deviations over seeds and {LEAST_DIFFERENCE:.1%} "
+        f"apart; as good if it is at most {MARGIN:.0%} above, two standard errors included; else not distinguished. A "
+        "time is less than another if that of every seed is.",
+        "Runs are short. Where a gap grows from quarter to quarter of training, expect a larger one after more steps "
+        "than at the end of these.",
         "The batch is fixed: with M micro-batches each is 1/M of it. All runs were trained with M = 1; the gradient "
         "does not depend on M, but for batch norm, which normalises each micro-batch.",
         "Step times are simulated from counted operations, an average stage's forward of the batch being "
@@ -320,5 +292,16 @@ def _notes(panels: Sequence[Panel], calibration: Record, overhead: float) -> tup
     )
 
 
+def _at_the_edge(panel: Panel) -> str:
+    """The ways to learn whose rate is the lowest or the highest of several."""
+    rates = panel.cell["rates"]
+    found = {"back-propagation": panel.backprop.learnt.rate} | {one.system: one.learnt.rate for one in panel.windows}
+    edges = (min(rates), max(rates)) if len(rates) > 1 else ()
+    return ", ".join(f"{name} ({rate:g})" for name, rate in found.items() if rate in edges)
+
+
 def _list(values: Result) -> str:
-    return ", ".join(f"{name} {value}" for name, value in values.items() if value is not None and name != "source")
+    """The settings that mean something: `weights` are of a checkpoint, `source` is a table of its own."""
+    return ", ".join(
+        f"{name} {value}" for name, value in values.items() if value is not None and name not in ("source", "weights")
+    )

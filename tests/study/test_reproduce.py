@@ -1,6 +1,7 @@
 """The command that runs experiments and writes their pages."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,14 @@ def test_an_experiment_runs_and_writes_page_figure_and_index(squares: Experiment
     assert {path.name for path in (folder / "squares").iterdir()} == {"README.md", "cells.jsonl", "sum.png"}
     index = (folder / "README.md").read_text()
     assert index.index("squares are even") < index.index("squares sum up"), "surprises come first"
+
+
+def test_a_page_beside_its_folder_stands_alone_without_an_index(
+    squares: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(reproduce, "EXPERIMENTS", {"squares": replace(squares, page_beside=True)})
+    assert main(["reproduce", "squares", "--out", str(tmp_path / "out")]) == 0
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"squares", "squares.md"}
 
 
 def test_pages_can_be_written_again_without_running(squares: Experiment, tmp_path: Path):

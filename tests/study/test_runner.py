@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from rich.console import Console
@@ -55,6 +56,34 @@ def test_results_before_a_failing_cell_are_kept_and_gone_on_from(tmp_path: Path)
     assert kept >= 2  # at most one other was under way
     assert run_squares(tmp_path, range(4))["square of 3"] == 9
     assert (tmp_path / "ran-0").read_text() == "1"
+
+
+@dataclass(frozen=True)
+class Span:
+    """Sleeps, and says from when to when."""
+
+    number: int
+    seconds: float = 0.3
+
+    def run(self) -> Result:
+        start = time.monotonic()
+        time.sleep(self.seconds)
+        return {"start": start, "end": time.monotonic()}
+
+
+@dataclass(frozen=True)
+class LoneSpan(Span):
+    runs_alone: ClassVar[bool] = True
+
+
+def test_a_cell_that_measures_time_runs_alone(tmp_path: Path):
+    cells = {"a": Span(0), "b": Span(1), "timed": LoneSpan(2), "timed too": LoneSpan(3)}
+    records = run_cells(cells, Store(tmp_path / "cells.jsonl"), num_workers=2, title="spans", console=QUIET)
+    spans = {name: (record.result["start"], record.result["end"]) for name, record in records.items()}
+    assert spans["timed"][1] <= spans["timed too"][0]
+    assert spans["timed too"][1] <= min(spans["a"][0], spans["b"][0])
+    assert spans["a"][0] < spans["b"][1]
+    assert spans["b"][0] < spans["a"][1], "the others run side by side"
 
 
 def test_a_line_that_was_being_written_is_run_again(tmp_path: Path):

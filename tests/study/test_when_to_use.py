@@ -1,6 +1,7 @@
 """When to use horizon training: what is counted and compared is right, and a tiny variant writes its page."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,12 @@ from mpc_dist.runtime.in_process import InProcessPipeline
 from mpc_dist.schedule import Costs, build_schedule, lay_out, simulate, split_evenly
 from mpc_dist.study.cell import Record, Store
 from mpc_dist.study.experiment import Experiment, write_page
-from mpc_dist.study.outcome import Learnt, Step, adaptive_outcome, find_wins, fixed_outcome
+from mpc_dist.study.outcome import Choice, Learnt, Outcome, Step, adaptive_outcome, find_wins, fixed_outcome
 from mpc_dist.study.price_cell import CalibrationCell, PriceCell, add_overhead, calibrated_overhead, torch_ratio
 from mpc_dist.study.runner import collect
-from mpc_dist.study.stage_cells import AdaptiveCell, StagedWindows, TunedCell, pick_rate
+from mpc_dist.study.stage_cells import COSINE, AdaptiveCell, StagedWindows, TunedCell, pick_rate
+from mpc_dist.study.standing import is_sooner, stand
+from mpc_dist.study.training_cell import TrainingCell
 from mpc_dist.study.when_to_use import METHODS, SCHEDULES, Problem, build_cells, build_variant, conclude
 from mpc_dist.training.sections import OptimizerConfig
 from mpc_dist.windows import sliding
@@ -141,6 +144,11 @@ def test_steps_to_a_target_lie_on_the_line_between_evaluations():
     assert curve(4.0, 3.0, 3.5, 2.0, 1.0).loss_at(0.5) == 3.0
 
 
+def test_quarters_average_what_was_evaluated_in_them():
+    seeds = ((9.0, 4.0, 3.0, 1.0), (9.0, 2.0, 1.0, 2.0))
+    assert Learnt(0.1, (0, 25, 50, 100), seeds).quarters == {1: 3.0, 2: 2.0, 4: 1.5}
+
+
 def test_growing_windows_pay_for_each_size_and_each_decision():
     runs = [{"steps": [0, 10, 20], "test": [4.0, 3.0, 2.0], "sizes": [[0, 1, "start"], [10, 8, "grown"]]}]
     by_size = {1: {1: Step(1.0, 10, 20)}, 8: {1: Step(5.0, 80, 90)}}
@@ -160,6 +168,55 @@ def test_the_winner_is_the_fastest_that_fits():
     assert wins[0].rival is None
     assert wins[1].rival is not None
     assert wins[1].rival.outcome == fast
+
+
+def qualities(*losses: float) -> Outcome:
+    """One run per loss, which it has from the first step to the last."""
+    learnt = Learnt(0.1, (0, 10), tuple((loss, loss) for loss in losses))
+    return fixed_outcome("any", learnt, {1: Step(1.0, 1, 1)}, target=0.0, is_backprop=False)
+
+
+@pytest.mark.parametrize(
+    ("losses", "standing"),
+    [
+        ((1.9, 1.9, 1.9), "better"),
+        ((2.1, 2.1, 2.1), "worse"),
+        ((2.0, 2.01, 2.0), "as good"),
+        ((1.7, 2.0, 2.3), "not distinguished"),  # the same mean, but nobody knows
+        ((2.03, 2.05, 2.01), "not distinguished"),  # perhaps 1.5 % worse, perhaps 4 %
+        ((2.1,), "not distinguished"),  # one seed tells nothing
+    ],
+)
+def test_what_noise_hides_is_neither_won_nor_lost(losses: tuple[float, ...], standing: str):
+    assert stand(qualities(*losses), qualities(*([2.0, 2.0, 2.0][: len(losses)]))) == standing
+
+
+def test_sooner_means_in_every_seed():
+    steps = {1: Step(1.0, 1, 1)}
+
+    def choose(*ends: float) -> Choice:
+        learnt = Learnt(0.1, (0, 10), tuple((2.0, end) for end in ends))
+        return Choice(fixed_outcome("any", learnt, steps, target=1.0, is_backprop=False), 1)
+
+    early, late, mixed, lost = choose(0.0, 0.5), choose(0.8, 1.0), choose(0.6, 0.9), choose(0.0, 1.5)
+    assert early.seed_times == pytest.approx((5, 10 / 1.5))
+    assert is_sooner(early, late)
+    assert not is_sooner(late, early)
+    assert not is_sooner(mixed, late)
+    assert not is_sooner(lost, late), "one of its seeds was never there"
+    assert not is_sooner(choose(0.0), choose(0.9)), "one seed tells nothing"
+
+
+def test_a_cosine_falls_over_the_steps_of_each_run_with_growing_windows_too():
+    optimizer = OptimizerConfig("sgd", scheduler=COSINE)
+    grown = replace(TINY_MLP.training(None), optimizer=optimizer, adapt_every=100)  # no decision in 6 steps
+    fixed = replace(grown, windows=StagedWindows("tumbling", 1))
+    (run, _), (same, _) = grown.run()["runs"], fixed.run()["runs"]
+    assert [run["train"], run["test"]] == [same["train"], same["test"]]
+    decay = replace(optimizer, lr=0.05, scheduler_arguments={"T_max": fixed.steps})
+    settings = (fixed.model, fixed.data, fixed.windows, decay, fixed.batch_size, fixed.steps, fixed.seeds[0])
+    assert same == TrainingCell(*settings, num_evaluations=3, test_batches=1).run()
+    assert same != replace(fixed, optimizer=OptimizerConfig("sgd")).run()["runs"][0]
 
 
 def test_where_micro_batches_are_free_the_best_number_wins():
@@ -203,7 +260,8 @@ def test_a_tiny_variant_writes_its_page_beside_its_folder(records: dict[str, Rec
     page = write_page(experiment, findings, records, tmp_path / "when-to-use", quick=False)
     assert page == tmp_path / "when-to-use.md"
     text = page.read_text()
-    assert text.index("Where horizon training loses") < text.index("Where it wins") < text.index("## When to use what")
+    assert text.index("Where horizon training loses") < text.index("Where it wins") < text.index("## Not distinguished")
+    assert text.index("## Not distinguished") < text.index("## When to use what")
     for picture in findings.pictures:
         assert f"](when-to-use/{picture.name}.png)" in text
         assert (tmp_path / "when-to-use" / f"{picture.name}.png").stat().st_size > 10_000

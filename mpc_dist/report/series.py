@@ -101,17 +101,6 @@ class _EvaluationLine:
 
 
 @dataclass(frozen=True)
-class _HorizonLine:
-    """A decision on the horizon as it is written."""
-
-    before: int
-    size: int
-    reason: str
-    cosine: float
-    loss: float
-
-
-@dataclass(frozen=True)
 class _StartLine:
     """The beginning as it is written: a rank's place."""
 
@@ -119,7 +108,7 @@ class _StartLine:
     replica: int
 
 
-Line = TypeVar("Line", _AnyLine, _StepLine, _EvaluationLine, _HorizonLine, _StartLine)
+Line = TypeVar("Line", _AnyLine, _StepLine, _EvaluationLine, _StartLine, Adaptation)
 
 
 @dataclass(frozen=True)
@@ -193,7 +182,7 @@ def read_rank(rank: int, lines: list[dict[str, Any]]) -> RankSeries:
         elif line.event == "evaluation":
             evaluations[step] = Evaluation(step, elapsed, _by_boundary(_read(_EvaluationLine, content).scores))
         elif line.event == "horizon":
-            adaptations[step] = Adaptation(step, **vars(_read(_HorizonLine, content)))
+            adaptations[step] = _read(Adaptation, content)
         elif line.event == "timeline":
             timelines[step] = tuple(
                 Interval(parse_action(text), build(float, start), build(float, end))

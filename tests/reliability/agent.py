@@ -191,8 +191,7 @@ def _attempt(job: _Job) -> Attempt:
 
 def _stop(ranks: list[Any]) -> None:
     for process in ranks:
-        if process.is_alive():
-            os.kill(process.pid, signal.SIGTERM)
+        process.terminate()  # which does not mind that it may just have ended
     end = time.monotonic() + PATIENCE
     while any(process.is_alive() for process in ranks) and time.monotonic() < end:
         time.sleep(0.02)

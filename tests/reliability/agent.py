@@ -11,7 +11,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -192,9 +191,7 @@ def _attempt(job: _Job) -> Attempt:
 
 def _stop(ranks: list[Any]) -> None:
     for process in ranks:
-        with suppress(ProcessLookupError):  # it may end just now
-            if process.is_alive():
-                os.kill(process.pid, signal.SIGTERM)
+        process.terminate()  # which does not mind that it may just have ended
     end = time.monotonic() + PATIENCE
     while any(process.is_alive() for process in ranks) and time.monotonic() < end:
         time.sleep(0.02)

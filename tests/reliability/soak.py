@@ -31,7 +31,7 @@ from tests.reliability.agent import Outcome, run_job
 from tests.reliability.left_over import Surroundings, surround
 from tests.reliability.points import SIGNALS, check, check_equal, choose_strike, run_reference
 from tests.reliability.steady import DISTURBED_EVERY, EVERY, MOST_KIB, count_while_training, find_growth, read_samples
-from tests.reliability.strike import PHASES, Strike
+from tests.reliability.strike import PHASES, START, Strike
 from tests.training.local import parse
 
 COMMON = (
@@ -106,7 +106,9 @@ def soak_job(chosen: random.Random, folder: Path, surroundings: Surroundings) ->
                 choose_strike(chosen, reference, chosen.choice(phases), chosen.choice(signals))
                 for _ in range(chosen.choice([1, 1, 2, 3]))
             ]
-            tells_others = chosen.random() < 0.7 or any(one.signal == signal.SIGSTOP for one in strikes)
+            # Nor does anybody but a launcher notice one that dies before ranks are connected, within the timeout.
+            needs_agent = any(one.signal == signal.SIGSTOP or one.phase == START for one in strikes)
+            tells_others = chosen.random() < 0.7 or needs_agent
             outcome = run_job(config, folder / "job", strikes, deadline=DEADLINE, tells_others=tells_others)
         # What is left to do after a first strike may be too little for the others to fall.
         fallen: list[Strike] = strikes[: max(1, len(outcome.attempts) - 1)]

@@ -102,7 +102,7 @@ def test_a_planted_leak_of_every_kind_is_found(tmp_path: Path):
         ({MEMORY: lambda step: 2e5 + 0.2 * step, OBJECTS: lambda step: 3e5 + 0.1 * step}, []),
         ({MEMORY: lambda step: 2e5 + 5000 * (step > 1200)}, []),  # a jump is no growth
         ({THREADS: lambda step: 20 + step // EVERY % 2, TENSORS: lambda step: 100 - step // EVERY % 3}, []),
-        ({MEMORY: lambda step: 2e5 + 0.8 * step + 300 * (step // EVERY % 2)}, [MEMORY]),
+        ({MEMORY: lambda step: 2e5 + 1.5 * step + 300 * (step // EVERY % 2)}, [MEMORY]),
         ({OBJECTS: lambda step: 3e5 + 0.3 * step}, [OBJECTS]),
         ({THREADS: lambda step: 20 + step // 500 + step // EVERY % 2}, [THREADS]),
         ({DESCRIPTORS: lambda step: 40 + step // 600}, [DESCRIPTORS]),

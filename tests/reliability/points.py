@@ -124,6 +124,11 @@ def check_equal(outcome: Outcome, config: Config, reference: Reference, what: ob
     assert list_files(folder) == reference.files, list_files(folder) ^ reference.files
 
 
+def is_blamed(rank: int, text: str) -> bool:
+    """Whether a silent rank is named: in start-up the silence is told, later what every rank was doing."""
+    return f"no sign of life of rank {rank}" in text or f"culprit: rank {rank}: wrote nothing" in text
+
+
 def check(outcome: Outcome, config: Config, reference: Reference, strikes: list[Strike]) -> None:
     """The job has come back by itself, has lost nothing since its last checkpoint, and is the undisturbed one."""
     folder = Path(config.training.folder)
@@ -138,8 +143,6 @@ def check(outcome: Outcome, config: Config, reference: Reference, strikes: list[
     for strike, attempt in zip(strikes, outcome.attempts, strict=False):
         if strike.signal == signal.SIGSTOP:
             others = [text for rank, text in enumerate(attempt.errors) if rank != strike.rank]
-            # In start-up the silence is told, later what every rank was doing.
-            blames = (f"no sign of life of rank {strike.rank}", f"culprit: rank {strike.rank}: wrote nothing")
-            assert any(blame in text for text in others for blame in blames), (strike, others)
+            assert any(is_blamed(strike.rank, text) for text in others), (strike, others)
             assert attempt.seconds_to_notice is not None
             assert attempt.seconds_to_notice < STOP_TIMEOUT + 5, (strike, attempt.seconds_to_notice)

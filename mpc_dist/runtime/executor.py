@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from mpc_dist.runtime.guard import Finding, Guard
+from mpc_dist.runtime.microbatch import MicroBatches, Shares
 from mpc_dist.runtime.segment import Segment
 from mpc_dist.runtime.transport import Transport
 from mpc_dist.schedule.action import COMPUTE, RECEIVES, Action, Op, Program
@@ -23,7 +24,9 @@ class StepRecord:
     """What one step left on one rank."""
 
     losses: dict[int, list[Tensor]] = field(default_factory=dict)
-    """By segment boundary: the loss of each micro-batch, in order of the program."""
+    """By segment boundary: the mean loss of each micro-batch, in order of the program."""
+    counts: dict[int, list[float]] = field(default_factory=dict)
+    """How many labels each of these means is of."""
     timeline: list[Interval] = field(default_factory=list)
     """Compute and update actions with their times, if they were recorded."""
     started: float = 0.0
@@ -90,6 +93,7 @@ class Executor:
         self._record = StepRecord()
         self._inputs: Sequence[Tensor] = ()
         self._labels: Sequence[Tensor] = ()
+        self._shares = Shares(())
         self._unread: dict[tuple[int, int], Tensor] = {}  # outputs whose loss has not been read yet
         self._activations: dict[tuple[int, int], Tensor] = {}  # entering (segment, micro-batch)
         self._adjoints: dict[tuple[int, int, int], Tensor] = {}  # at the output of (segment, micro-batch) of a readout
@@ -97,11 +101,11 @@ class Executor:
         self._outgoing: dict[Action, Tensor] = {}
         self._backwards_left: dict[int, int] = {}
 
-    def start_step(self, inputs: Sequence[Tensor], labels: Sequence[Tensor]) -> None:
+    def start_step(self, batch: MicroBatches, shares: Shares) -> None:
         """Begin a step on these micro-batches; a rank uses what it needs of them."""
         assert self._place == 0
         self._record = StepRecord(started=time.perf_counter())
-        self._inputs, self._labels = inputs, labels
+        self._inputs, self._labels, self._shares = batch.inputs, batch.labels, shares
         self._backwards_left = dict.fromkeys(self._segments, self._num_microbatches)
         self._transport.expect(self._receives)
 
@@ -179,8 +183,11 @@ class Executor:
     def _read(self, index: int, microbatch: int) -> None:
         """Read a segment's own loss: when its adjoint is first used, so that the next rank need not wait for it."""
         state = self._unread.pop((index, microbatch))
-        reading = self._segments[index].read(microbatch, state, self._labels[microbatch])
+        count = self._shares.counts[microbatch]
+        share = self._shares.of(microbatch) if count else 0.0
+        reading = self._segments[index].read(microbatch, state, self._labels[microbatch], share)
         self._record.losses.setdefault(index + 1, []).append(reading.loss)
+        self._record.counts.setdefault(index + 1, []).append(count)
         if self._is_guarded:
             block = self._segments[index].range[-1]
             self._guard.see("loss", block, microbatch, reading.loss)

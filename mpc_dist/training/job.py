@@ -17,7 +17,8 @@ from mpc_dist.runtime.mesh import Launch, Mesh, build_mesh, check_world, join
 from mpc_dist.runtime.pipeline import Pipeline
 from mpc_dist.runtime.preemption import Preemption
 from mpc_dist.runtime.pulse import blame_silent
-from mpc_dist.runtime.stage import Score, StageOptions
+from mpc_dist.runtime.score import Score
+from mpc_dist.runtime.stage import StageOptions
 from mpc_dist.runtime.zero import ZeroSettings, check_settings
 from mpc_dist.schedule import Costs, lay_out
 from mpc_dist.training.attempt import note_begun
@@ -139,8 +140,9 @@ class _Job:
         return Pipeline(
             mesh,
             lay_out(windows_now(config, growing), config.partition),
-            build_block=lambda t: parts.block(t).to(config.torch_dtype),
-            build_readout=lambda s: parts.readout(s).to(config.torch_dtype),
+            # In training mode: pretrained parts come in evaluation mode.
+            build_block=lambda t: parts.block(t).to(config.torch_dtype).train(),
+            build_readout=lambda s: parts.readout(s).to(config.torch_dtype).train(),
             loss=LOSSES[self.data.task.kind],
             optimizer=partial(build_optimizer, config.optimizer),
             num_microbatches=parallel.microbatches,

@@ -24,7 +24,7 @@ from mpc_dist.runtime.guard import NonFiniteError, check_state
 from mpc_dist.runtime.mesh import Launch, Mesh
 from mpc_dist.runtime.pipeline import Pipeline, StepResult
 from mpc_dist.runtime.preemption import Preempted, Preemption
-from mpc_dist.runtime.stage import Score
+from mpc_dist.runtime.score import Score
 from mpc_dist.runtime.watch import Wait
 from mpc_dist.training.checkpoint import CheckpointSaver, SavedCheckpoint, name_save
 from mpc_dist.training.checkpoint_folder import folder_of

@@ -38,7 +38,7 @@ class Fault:
 
 
 def inject(fault: Fault, num_microbatches: int, block: nn.Module) -> nn.Module:
-    calls = 0
+    calls = -1  # start-up runs each block once
 
     def spoil(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
         nonlocal calls

@@ -13,7 +13,7 @@ from mpc_dist.runtime.executor import Executor, StepRecord
 from mpc_dist.runtime.guard import Guard, Policy
 from mpc_dist.runtime.loss_scale import LossScale
 from mpc_dist.runtime.microbatch import MicroBatches, Shares
-from mpc_dist.runtime.randomness import Randomness
+from mpc_dist.runtime.randomness import Randomness, list_generators
 from mpc_dist.runtime.score import Score
 from mpc_dist.runtime.segment import Scope, Segment
 from mpc_dist.runtime.shared_head import SharedHead
@@ -174,10 +174,11 @@ class Stage:
     def _scope(self) -> Scope:
         # Of any parameter: a stage may be frozen and still drop features.
         device = next((p.device for _, p in self.named_parameters()), torch.device("cpu"))
-        plain, options = nullcontext(), self._options
+        self.randomness.generators = list_generators(device)
+        plain, options, begin = nullcontext(), self._options, self.randomness.begin
 
         def enter(block: int, microbatch: int) -> AbstractContextManager[object]:
-            self.randomness.begin(block, microbatch, device)
+            begin(block, microbatch)
             return torch.autocast(device.type, dtype=options.autocast_dtype) if options.autocast else plain
 
         return enter

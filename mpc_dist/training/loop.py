@@ -261,7 +261,8 @@ class Loop:
             self._metrics.write(event="skipped", step=step, finding=found, **self._pipeline.guard.state_dict())
         elif self._losses.is_asked:
             last = self._config.model.num_blocks
-            self._losses.add([loss for boundary, loss in result.losses.items() if boundary == last])
+            if last in result.losses:
+                self._losses.add(result.losses[last], result.count)
         if self._batches.epoch != epoch:
             self._end_epoch()
         if is_first or step % self._config.training.log_every == 0:

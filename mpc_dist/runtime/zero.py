@@ -17,9 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mpc_dist.runtime.reducer import Reduction
+
 BUCKET_ELEMENTS = 5_000_000
-"""How many gradient elements travel in one message, unless the settings say otherwise; DeepSpeed's own 500 million
-would take 2 GB on every rank."""
+"""How many gradient elements travel in one message at most, unless the settings say otherwise; DeepSpeed's own 500
+million would take 2 GB on every rank."""
 
 STEPS_PER_PRINT = 2**31  # never
 
@@ -93,8 +95,8 @@ class ZeroSettings:
                 "(0.0 in the file is null here), or leave it out of the file"
             )
 
-    def build(self, clip_norm: float | None) -> dict[str, Any]:
-        """DeepSpeed's configuration of one stage."""
+    def build(self, clip_norm: float | None, num_weights: int = BUCKET_ELEMENTS) -> dict[str, Any]:
+        """DeepSpeed's configuration of a stage of so many weights."""
         self.check_clipping(clip_norm)
         extra = {key: value for key, value in self.extra.items() if value != "auto"}
         zero = {key: value for key, value in extra.pop("zero_optimization", {}).items() if value != "auto"}
@@ -107,7 +109,7 @@ class ZeroSettings:
             "gradient_accumulation_steps": 1,
             "gradient_clipping": clip_norm or 0.0,  # it clips to 1.0 unless told otherwise
             "zero_optimization": {
-                "reduce_bucket_size": BUCKET_ELEMENTS,
+                "reduce_bucket_size": min(BUCKET_ELEMENTS, num_weights),
                 # Without clipping the norm is not needed: one message between replicas less in every step.
                 "compute_grad_norm": bool(clip_norm),
                 **zero,
@@ -207,26 +209,32 @@ class ZeroOptimizer:
             model=modules,
             optimizer=optimizer,
             mpu=_Groups(group, stages),
-            config=settings.build(clip_norm),
+            config=settings.build(clip_norm, sum(parameter.numel() for parameter in parameters)),
             dist_init_required=False,
         )
         for hook in self._zero._grad_acc_hooks:
             hook.remove()
         self.optimizer = optimizer
 
+    def expect(self, parameters: Sequence[nn.Parameter], coming: Sequence[nn.Parameter]) -> None:
+        """Nothing: DeepSpeed would wait for each message, in the middle of a backward."""
+
     def start(self, parameters: Sequence[nn.Parameter]) -> None:
         """Reduce these gradients, which are complete on this replica; stage 2 keeps its part and frees the others."""
         self._zero.setup_buckets()
         for parameter in parameters:
-            if parameter.grad is not None:
-                self._zero.reduce_ready_partitions_and_remove_grads(parameter, self._group_of[id(parameter)])
+            if parameter.grad is None:
+                # Another replica may have one: all must put the same parameters into the same places.
+                parameter.grad = torch.zeros_like(parameter)
+            self._zero.reduce_ready_partitions_and_remove_grads(parameter, self._group_of[id(parameter)])
         if self._zero.partition_gradients:
             self._zero.reduce_ipg_grads()
 
-    def finish(self) -> None:
+    def finish(self) -> Sequence[Reduction]:
         """Reduce what still waits in a bucket, and lay this rank's part of the gradients out for the update."""
         self._zero.setup_buckets()
         self._zero.overlapping_partition_gradients_reduce_epilogue()
+        return ()  # DeepSpeed does not tell
 
     def step(self) -> None:
         """Clip, update this rank's part of the weights, and gather the replicas' parts."""
@@ -236,6 +244,12 @@ class ZeroOptimizer:
     def master_bytes(self) -> int:
         """What the copy of this rank's part of the weights takes; DeepSpeed keeps one in float32 always."""
         return sum(part.nbytes for part in self._zero.single_partition_of_fp32_groups)
+
+    @property
+    def bucket_bytes(self) -> int:
+        """What gradients on their way to other replicas take: DeepSpeed's buffer for them."""
+        elements = self._zero.reduce_bucket_size if self._zero.contiguous_gradients else 0
+        return int(elements) * torch.float32.itemsize
 
     def full_state(self) -> dict[str, dict[str, Tensor]]:
         """The optimizer's state of every parameter by name, as an optimizer that is not shared would hold it.

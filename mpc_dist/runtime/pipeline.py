@@ -180,9 +180,10 @@ class Pipeline:
         check_agreement(self.mesh, self.named_parameters())
 
     def collect_state(self) -> dict[str, Tensor]:
-        """Copies of all that this rank needs to go on later, by their names in the whole chain."""
+        """Copies of this rank's share of all that is needed to go on later, by their names in the whole chain."""
+        mesh, optimizer = self.mesh, self.stage.stateful_optimizer
         return state.collect(
-            self.modules, self.stage.stateful_optimizer, stage=self.mesh.stage, replica=self.mesh.replica
+            self.modules, optimizer, stage=mesh.stage, replica=mesh.replica, num_replicas=mesh.num_replicas
         )
 
     def restore_state(self, saved: state.Saved, *, step: int) -> list[str]:

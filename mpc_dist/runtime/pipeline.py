@@ -328,7 +328,7 @@ class Pipeline:
             self._stage = self._build_stage(before.transport, before)
 
     def measure_angles(
-        self, batches: Sequence[tuple[Tensor, Tensor]], windows: Sequence[Windows] | None = None
+        self, batches: Sequence[tuple[Tensor | None, Tensor | None]], windows: Sequence[Windows] | None = None
     ) -> AngleProfile:
         """The angle of these windows (default: any) to back-propagation, for a model that no single rank holds.
 

@@ -57,11 +57,25 @@ def train(
     data = config.data.load()
     parts = build_parts(config.trained_model, data.task, readout=config.readout, seed=config.seed)
     check_stage_size(config, data.task, launch.rank // config.data_parallel.degree)
-    batches = Batches(data.train, batch_size=config.batch_size * config.data_parallel.degree, seed=config.seed)
+    batches = Batches(
+        data.train,
+        batch_size=config.batch_size * config.data_parallel.degree,
+        seed=config.seed,
+        source=name_source(config),
+    )
     job = _Job(config, launch, resume, zero, data, parts, batches, costs, draw, is_quiet)
     join(launch, config.torch_device.type, config.parallel.timeout)
     with blame_silent(launch):
         return job.run()
+
+
+def name_source(config: Config) -> str:
+    """What errors call the data: the field that says where it is, or its name."""
+    for field in ("folder", "path"):
+        place = getattr(config.data, field, None)
+        if place is not None:
+            return f"data.{field} {place}"
+    return f"data.name {config.as_dict()['data']['name']}"
 
 
 @dataclass(frozen=True)

@@ -300,10 +300,12 @@ class Loop:
         if self._batches.epoch != epoch:
             self._end_epoch()
         if is_first or step % self._config.training.log_every == 0:
+            losses, num_labels = average_over_replicas(self._mesh, result)
             self._metrics.write(
                 event="step",
                 step=step,
-                losses=result.losses,
+                losses=losses,
+                num_labels=num_labels,
                 step_seconds=seconds,
                 seconds_waiting_for_data=start - asked,
                 samples_per_second=self._config.batch_size * self._mesh.num_replicas / seconds,
@@ -360,6 +362,22 @@ class Loop:
         lines = [line for line in found if line["event"] == "step"]
         losses = list(lines[-1]["losses"].values()) if lines else []
         return f"training, loss {losses[-1]:.4f}" if losses else "training"
+
+
+def average_over_replicas(mesh: Mesh, result: StepResult) -> tuple[dict[int, float], float]:
+    """A step's losses by boundary, over the labels of all replicas that count, and how many they are.
+
+    The replicas of a stage call it together.
+    """
+    if mesh.replicas is None or not result.losses:
+        return result.losses, result.count
+    totals = [result.count, *(loss * result.count for loss in result.losses.values())]
+    sums = torch.tensor(totals, dtype=torch.float64, device=mesh.device)
+    with mesh.watch.waiting(mesh.replicas, "the replicas' losses"):
+        dist.all_reduce(sums, group=mesh.replicas)
+    count, *whole = sums.tolist()
+    means = [total / count if count else 0.0 for total in whole]
+    return dict(zip(result.losses, means, strict=True)), count
 
 
 def measure_bubble(record: StepRecord) -> float:

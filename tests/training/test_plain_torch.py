@@ -27,8 +27,8 @@ from tests.conftest import ROOT
 from tests.training.local import parse
 
 Weights = dict[str, Tensor]
-Numbers = dict[tuple[int, int, int], float]
-"""By step, boundary and replica."""
+Numbers = dict[tuple[int, int], float]
+"""By step and boundary."""
 
 T, WIDTH, HEADS, CONTEXT, BATCH, STEPS, SEED = 4, 8, 2, 8, 8, 6, 5
 LETTERS = "abcdefghijkl"
@@ -155,7 +155,7 @@ BLOCKS: dict[str, Callable[[Weights, int, Tensor, float], Tensor]] = {"res_mlp":
 
 
 def train_plainly(case: Case, weights: Weights, text: Path) -> tuple[Numbers, Numbers, Numbers]:
-    """Train the weights; every replica's losses, and the scores (loss and accuracy) of every evaluation."""
+    """Train the weights; the losses of all replicas together, and loss and accuracy of every evaluation."""
     (inputs, labels), test = draw_samples(case, text)
     trained = list(weights.values())
     if case.optimizer == "sgd":
@@ -188,8 +188,7 @@ def train_plainly(case: Case, weights: Weights, text: Path) -> tuple[Numbers, Nu
                         loss, _ = read_loss(case, weights, t + 1, state, labels[few])
                         loss = loss / case.microbatches
                         total = total + loss / case.replicas
-                        key = (step + 1, t + 1, replica)
-                        losses[key] = losses.get(key, 0.0) + loss.item()
+                        losses[step + 1, t + 1] = losses.get((step + 1, t + 1), 0.0) + loss.item() / case.replicas
         optimizer.zero_grad()
         total.backward()
         clip(case, weights)
@@ -202,9 +201,9 @@ def train_plainly(case: Case, weights: Weights, text: Path) -> tuple[Numbers, Nu
                 state = BLOCKS[case.model](weights, t, state, 0.0)
                 if t + 1 in case.readouts:
                     loss, is_right = read_loss(case, weights, t + 1, state, test[1])
-                    test_losses[step + 1, t + 1, 0] = loss.item()
+                    test_losses[step + 1, t + 1] = loss.item()
                     if is_right is not None:
-                        accuracies[step + 1, t + 1, 0] = is_right.double().mean().item()
+                        accuracies[step + 1, t + 1] = is_right.double().mean().item()
     return losses, test_losses, accuracies
 
 
@@ -294,11 +293,12 @@ def test_launch_train_does_what_plain_torch_does(name: str, tmp_path: Path):
     seen_accuracies: Numbers = {}
     for rank in range(num_ranks):
         lines = read_lines(folder, rank)
-        replica = lines[0]["replica"]
         steps = [line for line in lines if line["event"] == "step"]
         assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
         for line in steps:
-            seen |= {(line["step"], int(boundary), replica): loss for boundary, loss in line["losses"].items()}
+            for boundary, loss in line["losses"].items():
+                # Every replica reports the loss of all.
+                assert seen.setdefault((line["step"], int(boundary)), loss) == loss
             assert line["samples_per_second"] == BATCH * case.replicas / line["step_seconds"]
             assert 0 < line["busy_seconds"] <= line["step_seconds"]
         assert sum(line["step_seconds"] for line in steps) < took
@@ -307,12 +307,12 @@ def test_launch_train_does_what_plain_torch_does(name: str, tmp_path: Path):
             assert after["step_seconds"] <= after["time"] - before["time"] + 1e-3
         for line in (line for line in lines if line["event"] == "evaluation"):
             for boundary, score in line["scores"].items():
-                seen_tests[line["step"], int(boundary), 0] = score["loss"]
+                seen_tests[line["step"], int(boundary)] = score["loss"]
                 if score["accuracy"] is not None:
-                    seen_accuracies[line["step"], int(boundary), 0] = score["accuracy"]
+                    seen_accuracies[line["step"], int(boundary)] = score["accuracy"]
         assert lines[-1]["event"] == "end"
         last = {boundary: score["loss"] for boundary, score in lines[-1]["scores"].items()}
-        assert last == {str(b): seen_tests[STEPS, b, 0] for b in case.readouts if str(b) in last}
+        assert last == {str(b): seen_tests[STEPS, b] for b in case.readouts if str(b) in last}
     assert_same(seen, losses, case.rounding)
     assert_same(seen_tests, test_losses, case.rounding)
     assert_same(seen_accuracies, accuracies, case.rounding)

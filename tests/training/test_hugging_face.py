@@ -107,23 +107,3 @@ def test_an_exported_run_is_loaded_by_transformers_and_peft(name, tmp_path):
         loss = cross_entropy(model(inputs).logits, labels)
     assert float(loss) == pytest.approx(scores[4].loss, rel=1e-5)  # float32
     assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "out")]) == 2  # would overwrite
-
-
-def test_a_pretrained_model_drops_features_from_the_first_step_on(tmp_path):
-    """It comes in evaluation mode from transformers; the trainer puts it into training mode, once."""
-    save_whole("gpt2", tmp_path / "model")
-    found = []
-    for rate in (0.0, 0.5):
-        folder = tmp_path / f"dropout {rate}"
-        text = (
-            f"model: {{name: hf, path: {tmp_path / 'model'}, overrides: {{resid_pdrop: {rate}}}}}\n"
-            "data: {name: text, unit: characters, context: 7, path: " + str(tmp_path / "text") + "}\n"
-        )
-        (tmp_path / "text").write_text("".join("abcdef"[i * i % 6] for i in range(2000)))
-        quick = "--training.steps 2 --training.log_every 1 --training.eval_batches 1 --batch_size 4".split()
-        config = parse("--config", write(tmp_path, text), *quick, "--training.folder", str(folder))
-        train(config, Launch(), is_quiet=True)
-        found.append(
-            [value for line in read_metrics(folder, 0) if "losses" in line for value in line["losses"].values()]
-        )
-    assert found[0][0] != found[1][0]

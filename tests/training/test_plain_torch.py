@@ -13,16 +13,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from mpc_dist.models import build_chain
+from mpc_dist.models import build_chain, build_parts
 from mpc_dist.runtime.local import run_local_ranks
+from mpc_dist.runtime.mesh import Launch
+from mpc_dist.training import job
+from mpc_dist.training.job import train
 from tests.conftest import ROOT
 from tests.training.local import parse
 
@@ -316,3 +320,33 @@ def test_launch_train_does_what_plain_torch_does(name: str, tmp_path: Path):
     assert_same(seen, losses, case.rounding)
     assert_same(seen_tests, test_losses, case.rounding)
     assert_same(seen_accuracies, accuracies, case.rounding)
+
+
+class Evaluating:
+    """Parts that come in evaluation mode, as `from_pretrained` gives them."""
+
+    def __init__(self, parts: Any) -> None:
+        self._parts = parts
+
+    def block(self, index: int) -> nn.Module:
+        return self._parts.block(index).eval()
+
+    def readout(self, boundary: int) -> nn.Module:
+        return self._parts.readout(boundary).eval()
+
+
+def test_the_trainer_puts_parts_into_training_mode_whatever_they_came_in(tmp_path: Path, monkeypatch):
+    arguments = (
+        "--model.name gpt --model.num_blocks 2 --model.width 8 --model.num_heads 2 --model.dropout 0.5 "
+        "--data.context 8 --data.max_bytes 4000 --batch_size 4 --training.steps 2 --training.log_every 1 "
+        "--training.eval_batches 1 --device cpu --training.folder"
+    ).split()
+    train(parse([*arguments, str(tmp_path / "training")]), Launch(), is_quiet=True)
+    monkeypatch.setattr(job, "build_parts", lambda *a, **k: Evaluating(build_parts(*a, **k)))
+    train(parse([*arguments, str(tmp_path / "evaluating")]), Launch(), is_quiet=True)
+    found = [
+        [line["losses"] for line in read_lines(tmp_path / kind, 0) if line["event"] == "step"]
+        for kind in ("training", "evaluating")
+    ]
+    assert len(found[0]) == 2
+    assert found[0] == found[1]

@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from mpc_dist.new_folder import writable_folder
 from mpc_dist.planner.objective import NAMES
-from mpc_dist.planner.search import Request
+from mpc_dist.planner.request import Request
 from mpc_dist.report.plan import PlanReport
 from mpc_dist.training.config import ConfigParser
 from mpc_dist.training.planning import Probe, plan_for

@@ -16,7 +16,7 @@ from mpc_dist.commands.plan import parse_bytes
 from mpc_dist.data import Batches, TextData
 from mpc_dist.models import GPT
 from mpc_dist.planner.plan import Plan
-from mpc_dist.planner.search import Request
+from mpc_dist.planner.request import Request
 from mpc_dist.profile import SavedBytes
 from mpc_dist.runtime.in_process import InProcessPipeline
 from mpc_dist.runtime.mesh import Launch

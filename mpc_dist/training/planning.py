@@ -27,6 +27,7 @@ from mpc_dist.planner.plan import Plan
 from mpc_dist.planner.request import Request
 from mpc_dist.profile import AngleProfile, measure_angles, measure_memory
 from mpc_dist.profile.blocks import measure_blocks, without_allocating
+from mpc_dist.profile.precision import run_in
 from mpc_dist.runtime.local import run_local_ranks
 from mpc_dist.task import Task
 from mpc_dist.training.config import Config
@@ -98,6 +99,7 @@ def fingerprint(config: Config) -> dict[str, Any]:
     values = config.as_dict()
     kept = {name: values[name] for name in ("model", "lora", "data", "batch_size", "dtype")}
     kept["readout"] = config.readout.identify()
+    kept["autocast"] = config.training.autocast_dtype if config.training.autocast else None
     kept["optimizer"] = {name: values["optimizer"][name] for name in ("name", "momentum")}
     plain: dict[str, Any] = json.loads(json.dumps(kept))
     return plain
@@ -129,10 +131,10 @@ def apply_plan(config: Config, plan: Plan) -> Config:
 
 
 def build_whole_chain(config: Config, task: Task) -> Chain:
-    """The configured model with a readout at every boundary."""
+    """The configured model with a readout at every boundary, in the precision in which it is trained."""
     check_size(config, task, range(config.model.num_blocks))
     chain = build_chain(config.trained_model, task, readout=config.readout, seed=config.seed)
-    return chain.to(device=config.torch_device, dtype=config.torch_dtype)
+    return run_in(chain.to(device=config.torch_device, dtype=config.torch_dtype), config.training.torch_autocast)
 
 
 def place(batch: Batch, config: Config) -> Batch:
@@ -169,6 +171,7 @@ def _probed_angles(
         return note, _cosine_of(profile, config.model.num_blocks)
     small = _scale_down(config.model)
     chain = build_chain(small, task, readout=config.readout, seed=config.seed).to(dtype=config.torch_dtype)
+    chain = run_in(chain, config.training.torch_autocast)
     few = [tuple(part[:4] for part in batch) for batch in samples[:2]]
     total = len(few) * chain.num_blocks
     done = iter(range(1, total + 1))
@@ -269,7 +272,8 @@ def _chain_to_measure(config: Config, task: Task, probe: Probe) -> Iterator[Chai
     torch.set_default_dtype(config.torch_dtype)
     try:
         with without_allocating():
-            yield build_chain(config.trained_model, task, readout=config.readout, seed=config.seed)
+            chain = build_chain(config.trained_model, task, readout=config.readout, seed=config.seed)
+            yield run_in(chain, config.training.torch_autocast)
     finally:
         torch.set_default_dtype(default)
 

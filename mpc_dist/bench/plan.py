@@ -10,15 +10,16 @@ from typing import Any
 from mpc_dist.bench.rows import Row
 from mpc_dist.data import DigitsData, TextData, TrigonometricData
 from mpc_dist.models import GPT, ResMLP, ResNetCifar
+from mpc_dist.planner.choose import Planned
 from mpc_dist.planner.plan import Candidate, Plan
-from mpc_dist.planner.search import Request
+from mpc_dist.planner.request import Request
 from mpc_dist.readout import ReadoutConfig
 from mpc_dist.runtime.local import run_local_ranks
 from mpc_dist.runtime.mesh import Launch
 from mpc_dist.training.config import Config
 from mpc_dist.training.job import train
 from mpc_dist.training.metrics import read_metrics
-from mpc_dist.training.planning import Planned, Probe, apply_plan, plan_for
+from mpc_dist.training.planning import Probe, apply_plan, plan_for
 from mpc_dist.training.sections import CheckpointsConfig, OptimizerConfig, TrainingConfig
 
 STEPS = 44

@@ -1,7 +1,9 @@
 """`mpc-dist plan`: from a model and a GPU's memory to a horizon, a number of GPUs and a partition."""
 
+import argparse
 import re
-from collections.abc import Sequence
+import shlex
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -9,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from mpc_dist.new_folder import writable_folder
 from mpc_dist.planner.objective import NAMES
-from mpc_dist.planner.search import Request
+from mpc_dist.planner.request import Request
 from mpc_dist.report.plan import PlanReport
 from mpc_dist.training.config import ConfigParser
 from mpc_dist.training.planning import Probe, plan_for
@@ -28,10 +30,7 @@ def parse_bytes(text: str) -> float:
     return float(match[1]) * UNITS[unit]
 
 
-def run(argv: Sequence[str]) -> None:
-    """Measure, choose, print the table, write the plan and the figure."""
-    parser = ConfigParser(argv, prog="mpc-dist plan", description=SUMMARY)
-    add = parser.parser.add_argument
+def _add_options(add: Callable[..., object]) -> None:
     add("--gpu-memory", type=str, default="", help="Memory of one GPU (M0), e.g. 24GiB; it must be given.")
     add("--max-gpus", type=int, default=8, help="Most GPUs to use.")
     add("--objective", type=str, default="time", help=f"{', '.join(NAMES)}, or a function's dotted path.")
@@ -49,6 +48,19 @@ def run(argv: Sequence[str]) -> None:
     add("--trial", type=int, default=0, help="Train the finalists for so many steps and rank by what they learnt.")
     add("--profiles", type=str, default="runs/profiles", help="Folder of kept profiles.")
     add("--out", type=str, default="runs/plan/plan.yaml", help="File for the plan; the figure goes beside it.")
+
+
+def _without_own_options(argv: Sequence[str]) -> list[str]:
+    """The words that say the configuration, in order: what a run of the plan must be given, too."""
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    _add_options(own.add_argument)
+    return own.parse_known_args(argv)[1]
+
+
+def run(argv: Sequence[str]) -> None:
+    """Measure, choose, print the table, write the plan and the figure."""
+    parser = ConfigParser(argv, prog="mpc-dist plan", description=SUMMARY)
+    _add_options(parser.parser.add_argument)
     config, options = parser.parse()
     if not options.gpu_memory:
         raise ValueError("say how much memory one GPU has, e.g. --gpu-memory 24GiB")
@@ -63,6 +75,7 @@ def run(argv: Sequence[str]) -> None:
         latency=options.latency,
         bandwidth=parse_bytes(options.bandwidth),
         layout=options.layout,
+        num_replicas=config.data_parallel.degree,
     )
     probe = Probe(
         exact=options.exact,
@@ -92,10 +105,11 @@ def run(argv: Sequence[str]) -> None:
     picture = out.with_suffix(".png")
     shown.figure().savefig(picture, dpi=150)
     console.print(f"plan: {out}\nfigure: {picture}", highlight=False, soft_wrap=True)
-    gpus = planned.plan.chosen.num_gpus
-    config_file = next((argv[i + 1] for i, word in enumerate(argv[:-1]) if word == "--config"), "CONFIG")
+    command = ["launch/train.py", *_without_own_options(argv), "--plan", str(out)]
+    gpus = planned.plan.chosen.num_gpus * config.data_parallel.degree
     console.print(
-        f"run it: torchrun --standalone --nproc-per-node {gpus} launch/train.py --config {config_file} --plan {out}",
+        f"run it: torchrun --standalone --nproc-per-node {gpus} {shlex.join(command)}",
         highlight=False,
+        markup=False,
         soft_wrap=True,
     )

@@ -4,41 +4,112 @@ A stage's cost depends on its blocks and, with windows counted in stages, on its
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from mpc_dist.planner.measurements import Measurements
-from mpc_dist.schedule import lay_out
-from mpc_dist.schedule.work import Work
+from mpc_dist.schedule import split_evenly
 from mpc_dist.windows import Windows
 
 Matrix = NDArray[np.float64]
-StageCosts = Callable[[int], Matrix]
-"""stage -> a matrix whose [i, j] is the cost of blocks i..j-1 on that stage; infinity where it cannot be."""
+Places = NDArray[np.int64]
+ROUNDING = 1 + 1e-9
+"""A bound may be missed by the rounding of sums."""
+
+
+class StageCosts(Protocol):
+    """What stages cost, by their blocks."""
+
+    def __call__(self, stage: int, starts: Places, ends: Places) -> Matrix:
+        """The costs of blocks start..end-1 on that stage, broadcast; infinity where they cannot be."""
+
+    def widest(self, stage: int, bound: float) -> int:
+        """No more blocks than this cost at most the bound on that stage."""
+
+    def kind(self, stage: int) -> Hashable:
+        """Stages of one kind cost the same."""
 
 
 def partition_blocks(num_blocks: int, num_stages: int, stage_costs: StageCosts) -> tuple[int, ...] | None:
-    """Stage sizes that minimise the largest cost, by dynamic programming; None if there are none."""
+    """Stage sizes that minimise the largest cost, by dynamic programming; None if there are none.
+
+    A stage that costs more than the slowest of some partition is in no best one, so wide stages are not looked at.
+    """
     if num_stages > num_blocks:
         raise ValueError(f"{num_blocks} blocks cannot fill {num_stages} stages; use at most {num_blocks}")
-    blocks = np.arange(num_blocks + 1)
-    is_stage = blocks[:, None] < blocks[None, :]
-    best = np.where(blocks == 0, 0.0, np.inf)  # of the first j blocks on the stages so far
+    bound = slowest_stage(split_evenly(num_blocks, num_stages), stage_costs)
+    bands: dict[Hashable, Matrix] = {}
+    most = num_blocks - num_stages + 1  # every other stage needs a block, too
+    best = np.where(np.arange(num_blocks + 1) == 0, 0.0, np.inf)  # of the first j blocks on the stages so far
     cuts = []
     for stage in range(num_stages):
-        worst = np.where(is_stage, np.maximum(best[:, None], stage_costs(stage)), np.inf)
-        cuts.append(worst.argmin(axis=0))
-        best = worst.min(axis=0)
+        kind = stage_costs.kind(stage)
+        if kind not in bands:
+            bands[kind] = _band(stage, num_blocks, min(most, stage_costs.widest(stage, bound)), stage_costs)
+        first, width = stage + 1, bands[kind].shape[1]
+        ends = np.arange(first, first + most)
+        # Row j, column w: block j - width + w begins the stage that ends before block j.
+        before = sliding_window_view(np.concatenate([np.full(width, np.inf), best]), width)[first : first + most]
+        worst = np.maximum(before, bands[kind][first : first + most])
+        cut = worst.argmin(axis=1)
+        cuts.append(ends - width + cut)
+        best = np.full(num_blocks + 1, np.inf)
+        best[first : first + most] = worst[np.arange(most), cut]
     if not np.isfinite(best[-1]):
         return None
-    ends = [num_blocks]
-    for cut in reversed(cuts):
-        ends.append(int(cut[ends[-1]]))
-    return tuple(end - start for start, end in itertools.pairwise(reversed(ends)))
+    places = [num_blocks]
+    for stage in reversed(range(num_stages)):
+        places.append(int(cuts[stage][places[-1] - stage - 1]))
+    return tuple(end - start for start, end in itertools.pairwise(reversed(places)))
+
+
+def slowest_stage(sizes: Sequence[int], stage_costs: StageCosts) -> float:
+    """The largest cost of any stage of this partition."""
+    ends = [0, *itertools.accumulate(sizes)]
+    by_kind: dict[Hashable, list[int]] = {}
+    for stage in range(len(sizes)):
+        by_kind.setdefault(stage_costs.kind(stage), []).append(stage)
+    return max(
+        float(stage_costs(alike[0], np.array([ends[k] for k in alike]), np.array([ends[k + 1] for k in alike])).max())
+        for alike in by_kind.values()
+    )
+
+
+def _band(stage: int, num_blocks: int, width: int, stage_costs: StageCosts) -> Matrix:
+    """[j, w]: the cost of blocks j - width + w .. j - 1 on this stage."""
+    width = max(1, width)
+    ends = np.arange(num_blocks + 1)[:, None]
+    starts = ends - width + np.arange(width)[None, :]
+    return np.where(starts >= 0, stage_costs(stage, starts.clip(0), np.broadcast_to(ends, starts.shape)), np.inf)
+
+
+@dataclass(frozen=True)
+class UnitWindows:
+    """Windows over stages or over blocks, with what a stage's cost needs to know of them."""
+
+    windows: Windows
+    is_over_stages: bool
+
+    @cached_property
+    def relays(self) -> tuple[int, ...]:
+        """How many adjoints cross each stage or block as relays."""
+        return count_relays(self.windows)
+
+    @cached_property
+    def reach(self) -> int:
+        """How many stages or blocks the windows look ahead at most."""
+        return furthest(self.windows)
+
+    @cached_property
+    def readouts(self) -> frozenset[int]:
+        """The boundaries of stages or blocks at which a loss is read."""
+        return frozenset(self.windows.readouts)
 
 
 @dataclass(frozen=True)
@@ -46,84 +117,149 @@ class StagePricer:
     """The true cost of any stage under given windows: forwards, relays, backwards, readouts, the update."""
 
     measurements: Measurements
-    windows: Windows
-    """Over stages, or over blocks."""
-    is_over_stages: bool
+    units: UnitWindows
     num_microbatches: int
     in_flight: tuple[int, ...]
     """How many micro-batches each rank holds at once."""
     memory_limit: float = np.inf
     checkpoint: bool = False
+    has_replicas: bool = False
+    """Whether a bucket is held for every gradient."""
 
-    def __call__(self, stage: int) -> Matrix:
-        """[i, j]: seconds per step of blocks i..j-1 on this stage; infinity beyond the memory."""
-        # Most stages are alike: a thousand blocks make large matrices.
-        alike = self.in_flight[stage], self._relays[stage] if self.is_over_stages else 0, self._is_read(stage)
-        if alike not in self._matrices:
-            self._matrices[alike] = self._price(stage)
-        return self._matrices[alike]
+    def __call__(self, stage: int, starts: Places, ends: Places) -> Matrix:
+        """Seconds per step of blocks start..end-1 on this stage; infinity beyond the memory."""
+        seconds = self._seconds(stage)
+        found = seconds[ends] - seconds[starts]
+        if self._is_read(stage):
+            found = found + self.num_microbatches * self._reading_seconds[ends]
+        if self.memory_limit == np.inf:
+            return found
+        return np.where(self.bytes_on(stage, starts, ends) <= self.memory_limit, found, np.inf)
 
-    @cached_property
-    def _matrices(self) -> dict[tuple[int, int, bool], Matrix]:
-        return {}
+    def widest(self, stage: int, bound: float) -> int:
+        """By the blocks' seconds, weights and activations alone, which only grow with the blocks."""
+        limits = [(self._seconds(stage), bound), (self._weights, self.memory_limit)]
+        limits.append((self.in_flight[stage] * self._held, self.memory_limit))
+        widths = [
+            int((np.arange(len(total)) - np.searchsorted(total, total - limit * ROUNDING)).max())
+            for total, limit in limits
+            if limit != np.inf
+        ]
+        return min(widths, default=len(self.measurements.blocks))
+
+    def kind(self, stage: int) -> Hashable:
+        """Most stages are alike: what they hold counts only where memory is limited."""
+        held = 0 if self.memory_limit == np.inf else self.in_flight[stage]
+        return held, self.units.relays[stage] if self.units.is_over_stages else 0, self._is_read(stage)
 
     def _is_read(self, stage: int) -> bool:
-        return self.is_over_stages and stage + 1 in self.windows.readouts
-
-    def _price(self, stage: int) -> Matrix:
-        seconds = self.num_microbatches * self._seconds(stage) + self._span(
-            [self.measurements.update_seconds([t]) for t in range(self.measurements.num_blocks)]
-        )
-        return np.where(self.bytes_on(stage) <= self.memory_limit, seconds, np.inf)
-
-    def _seconds(self, stage: int) -> Matrix:
-        blocks = self.measurements.blocks
-        relays = (self._relays[stage],) * len(blocks) if self.is_over_stages else self._relays
-        again = 1.0 if self.checkpoint else 0.0
-        per_block = [
-            b.forward + b.input_grad * (1 + relay) + b.weight_grad + again * b.forward * (1 + relay)
-            for b, relay in zip(blocks, relays, strict=True)
-        ]
-        return self._span(per_block) + self._readouts(stage, [r.seconds for r in self.measurements.readouts])
+        return self.units.is_over_stages and stage + 1 in self.units.readouts
 
     @cached_property
-    def _relays(self) -> tuple[int, ...]:
-        """How many adjoints cross each stage or block as relays."""
-        work = Work(lay_out(self.windows, [1] * self.windows.num_blocks), 1, False)
-        return tuple(_num_relays(work, unit) for unit in range(self.windows.num_blocks))
+    def _seconds_by_relays(self) -> dict[int, Matrix]:
+        return {}
 
-    def bytes_on(self, stage: int) -> Matrix:
-        """[i, j]: the bytes of blocks i..j-1 on this stage."""
-        blocks, readouts = self.measurements.blocks, self.measurements.readouts
-        factor = self.measurements.bytes_per_weight_byte
-        weights = self._span([block.parameter_bytes * factor + block.fixed_bytes for block in blocks])
-        heads = self._readouts(stage, [r.parameter_bytes * factor + r.fixed_bytes for r in readouts])
+    def _seconds(self, stage: int) -> Matrix:
+        """Of all blocks before each block; what is read at a stage's end is not among it."""
+        relays = self.units.relays[stage] if self.units.is_over_stages else -1
+        if relays not in self._seconds_by_relays:
+            is_over_stages = self.units.is_over_stages
+            counts = (relays,) * self.measurements.num_blocks if is_over_stages else self.units.relays
+            per_block = block_seconds(self.measurements, counts, checkpoint=self.checkpoint)
+            if not is_over_stages:
+                per_block = per_block + self._reading_seconds[1:]
+            update = [self.measurements.update_seconds([t]) for t in range(self.measurements.num_blocks)]
+            self._seconds_by_relays[relays] = _accumulate(self.num_microbatches * per_block + np.array(update))
+        return self._seconds_by_relays[relays]
+
+    def _at_end(self, per_boundary: Sequence[float]) -> Matrix:
+        """[s]: what a readout at boundary s adds; 0 where the windows over blocks have none."""
+        values = np.array([0.0, *per_boundary])
+        if not self.units.is_over_stages:
+            values[[s for s in range(len(values)) if s not in self.units.readouts]] = 0.0
+        return values
+
+    @cached_property
+    def _reading_seconds(self) -> Matrix:
+        return self._at_end([readout.seconds for readout in self.measurements.readouts])
+
+    @cached_property
+    def _reading_bytes(self) -> Matrix:
+        return self._at_end([readout.saved_bytes for readout in self.measurements.readouts])
+
+    @cached_property
+    def _head_bytes(self) -> Matrix:
+        factor = self.measurements.bytes_per_weight_byte + self.has_replicas
+        return self._at_end([r.parameter_bytes * factor + r.fixed_bytes for r in self.measurements.readouts])
+
+    @cached_property
+    def _weights(self) -> Matrix:
+        factor = self.measurements.bytes_per_weight_byte + self.has_replicas
+        return _accumulate([b.parameter_bytes * factor + b.fixed_bytes for b in self.measurements.blocks])
+
+    @cached_property
+    def _held(self) -> Matrix:
+        blocks = self.measurements.blocks
         if self.checkpoint:
-            held = self._span([0.0, *(block.output_bytes for block in blocks[:-1])])
-            passing = max(block.saved_bytes for block in blocks)
-        else:
-            held = self._span([block.saved_bytes for block in blocks])
-            held = held + np.array([*(block.shared_input_bytes for block in blocks), 0.0])[:, None]
-            passing = 0.0
-        read = self._readouts(stage, [readout.saved_bytes for readout in readouts])
-        return weights + heads + self.in_flight[stage] * held + np.maximum(read, passing)
+            return _accumulate([0.0, *(block.output_bytes for block in blocks[:-1])])
+        return _accumulate([block.saved_bytes for block in blocks])
 
-    def _span(self, per_block: Sequence[float]) -> Matrix:
-        total = np.concatenate([[0.0], np.cumsum(per_block)])
-        matrix: Matrix = total[None, :] - total[:, None]
-        return matrix
+    @cached_property
+    def _entering(self) -> Matrix:
+        """Bytes that a stage holds of the input of the block that it begins with."""
+        shared = [0.0 if self.checkpoint else block.shared_input_bytes for block in self.measurements.blocks]
+        return np.array([*shared, 0.0])
 
-    def _readouts(self, stage: int, per_boundary: Sequence[float]) -> Matrix:
-        """[i, j]: the sum over the readouts that blocks i..j-1 end in."""
-        if self.is_over_stages:
-            at_end = np.array([0.0, *per_boundary]) if self._is_read(stage) else 0.0
-            return np.zeros((len(per_boundary) + 1,) * 2) + at_end
-        read = set(self.windows.readouts)
-        return self._span([value if s in read else 0.0 for s, value in enumerate(per_boundary, start=1)])
+    def bytes_on(self, stage: int, starts: Places, ends: Places) -> Matrix:
+        """The bytes of blocks start..end-1 on this stage."""
+        passing = max(block.saved_bytes for block in self.measurements.blocks) if self.checkpoint else 0.0
+        held = self._held[ends] - self._held[starts] + self._entering[starts]
+        read = self._read_on(stage, self._reading_bytes, starts, ends)
+        return self.weights_on(stage, starts, ends) + self.in_flight[stage] * held + np.maximum(read, passing)
+
+    def weights_on(self, stage: int, starts: Places, ends: Places) -> Matrix:
+        """Of these, what belongs to weights."""
+        return self._weights[ends] - self._weights[starts] + self._read_on(stage, self._head_bytes, starts, ends)
+
+    def _read_on(self, stage: int, at_end: Matrix, starts: Places, ends: Places) -> Matrix:
+        """The sum over the readouts that these blocks end in."""
+        if self.units.is_over_stages:
+            return float(self._is_read(stage)) * at_end[ends]
+        total = np.cumsum(at_end)
+        return np.asarray(total[ends] - total[starts])
 
 
-def _num_relays(work: Work, segment: int) -> int:
-    return sum(work.is_relayed(segment, readout) for readout in work.layout.windows.readouts_crossing(segment))
+def furthest(windows: Windows) -> int:
+    """How many units the windows look ahead at most."""
+    return max(aims[-1][0] - t for t, aims in enumerate(windows.targets))
+
+
+def block_seconds(measurements: Measurements, relays: Sequence[int], *, checkpoint: bool) -> Matrix:
+    """Of each block, per micro-batch: forward, relays and backward; without reading losses."""
+    again = 1.0 if checkpoint else 0.0
+    return np.array(
+        [
+            b.forward + b.input_grad * (1 + relay) + b.weight_grad + again * b.forward * (1 + relay)
+            for b, relay in zip(measurements.blocks, relays, strict=True)
+        ]
+    )
+
+
+def count_relays(windows: Windows) -> tuple[int, ...]:
+    """How many adjoints cross each unit beside its own backward, as `Work.is_relayed` says of units on their own."""
+    going_on = np.zeros(windows.num_blocks + 1, dtype=np.int64)
+    for readout in windows.readouts:
+        going_on[windows.stop_of(readout) + 1] += 1
+        going_on[readout] -= 1
+    counts = np.cumsum(going_on)[:-1]
+    for unit, aims in enumerate(windows.targets):
+        # A backward of a single target of weight 1 carries that adjoint on.
+        counts[unit] -= len(aims) == 1 and aims[0][1] == 1.0 and unit > windows.stop_of(aims[0][0])
+    return tuple(map(int, counts))
+
+
+def _accumulate(per_block: Sequence[float] | Matrix) -> Matrix:
+    return np.concatenate([[0.0], np.cumsum(per_block)])
 
 
 def parse_partition(text: str, num_blocks: int) -> tuple[int, ...]:

@@ -8,11 +8,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.table import Table
 
+from mpc_dist.planner.choose import Planned
 from mpc_dist.planner.plan import Candidate
 from mpc_dist.report.angles import byte_unit, format_bytes
 from mpc_dist.report.timeline import draw_axes, legend_of
 from mpc_dist.schedule import build_schedule, lay_out, simulate
-from mpc_dist.training.planning import Planned
 
 
 @dataclass(frozen=True)

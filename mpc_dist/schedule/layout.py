@@ -4,6 +4,7 @@ A segment is a run of one stage's blocks that share their windows, so that every
 the windows are again `Windows`: schedules need to know nothing of blocks.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,7 +37,7 @@ class Layout:
     @cached_property
     def segments(self) -> tuple[range, ...]:
         """`segments[rank]`: the segments on that rank."""
-        starts = [self.ranks.index(rank) for rank in range(self.num_ranks)]
+        starts = [s for s, rank in enumerate(self.ranks) if s == 0 or rank != self.ranks[s - 1]]
         return tuple(range(start, end) for start, end in zip(starts, [*starts[1:], self.num_segments], strict=True))
 
     def stage_blocks(self, rank: int) -> range:
@@ -59,19 +60,20 @@ def lay_out(windows: Windows, partition: Sequence[int]) -> Layout:
     rank_of_block = [rank for rank, size in enumerate(partition) for _ in range(size)]
     sizes: list[int] = []
     ranks: list[int] = []
-    previous = None
     for block, rank in enumerate(rank_of_block):
         # Blocks that share a stage, their targets and their relays are indistinguishable to every adjoint.
-        key = (rank, windows.targets[block], windows.relays(block))
-        if key == previous:
+        if ranks and ranks[-1] == rank and _are_alike(windows, block - 1, block):
             sizes[-1] += 1
         else:
             sizes.append(1)
             ranks.append(rank)
-        previous = key
-    ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
+    ends = list(itertools.accumulate(sizes))
     blocks = tuple(range(end - size, end) for end, size in zip(ends, sizes, strict=True))
     return Layout(group(windows, sizes), tuple(ranks), blocks)
+
+
+def _are_alike(windows: Windows, one: int, other: int) -> bool:
+    return windows.targets[one] == windows.targets[other] and windows.relays(one) == windows.relays(other)
 
 
 def check_partition(partition: Sequence[int], num_blocks: int) -> None:

@@ -17,7 +17,7 @@ from mpc_dist.bench.schedule import OURS, Setting, bench_schedule, parse_windows
 from mpc_dist.data import Batches, DataSource
 from mpc_dist.models import BlockModel, build_chain
 from mpc_dist.planner.measurements import Measurements
-from mpc_dist.planner.search import predict_bytes
+from mpc_dist.planner.pricing import predict_bytes
 from mpc_dist.profile.blocks import measure_blocks
 from mpc_dist.schedule import Costs, Layout, Schedule, build_schedule, lay_out, simulate, split_evenly
 from mpc_dist.schedule.action import COMPUTE

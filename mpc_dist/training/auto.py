@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from mpc_dist.planner.plan import Plan
-from mpc_dist.planner.search import Request
+from mpc_dist.planner.request import Request
 from mpc_dist.runtime.mesh import Launch, join
 from mpc_dist.runtime.score import Score
 from mpc_dist.training.attempt import go_on_if_begun
@@ -60,7 +60,11 @@ def _plan_at_start(config: Config, launch: Launch) -> Plan:
     join(launch, config.torch_device.type, config.parallel.timeout)
     answer: list[Plan | str | None] = [None]
     if launch.rank == 0:
-        request = Request(gpu_memory=_memory_per_rank(config, launch), num_gpus=config.parallel.stages)
+        request = Request(
+            gpu_memory=_memory_per_rank(config, launch),
+            num_gpus=config.parallel.stages,
+            num_replicas=config.data_parallel.degree,
+        )
         try:
             answer = [_plan_before(config, launch) or plan_for(config, request, Probe()).plan]
         except ValueError as error:

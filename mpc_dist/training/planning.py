@@ -14,7 +14,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -22,13 +21,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from mpc_dist.data import Batch, Batches
 from mpc_dist.models import BlockModel, Chain, build_chain
+from mpc_dist.planner.choose import Planned, Report, choose_plan
 from mpc_dist.planner.measurements import Measurements, load_measurements, save_measurements, slowest
-from mpc_dist.planner.objective import NEEDS_TIME
 from mpc_dist.planner.plan import Plan
-from mpc_dist.planner.search import Planner, Request, make_plan
-from mpc_dist.planner.select import Selection, choose_horizons, refine_horizon
+from mpc_dist.planner.request import Request
 from mpc_dist.profile import AngleProfile, measure_angles, measure_memory
 from mpc_dist.profile.blocks import measure_blocks, without_allocating
+from mpc_dist.profile.precision import run_in
 from mpc_dist.runtime.local import run_local_ranks
 from mpc_dist.task import Task
 from mpc_dist.training.config import Config
@@ -38,7 +37,6 @@ from mpc_dist.validation import check_real, check_whole
 from mpc_dist.windows import Windows, shrink, sliding
 
 DEFAULT_PROBE_BLOCKS = 12
-SIMULATED_HORIZONS = 9
 PROFILE_TIMEOUT = 900.0
 PROBE_WIDTH = 64
 
@@ -70,23 +68,6 @@ class Probe:
             check_real("tflops", self.fake_tflops, minimum=1e-6)
 
 
-@dataclass(frozen=True)
-class Planned:
-    """A plan with what it rests on."""
-
-    plan: Plan
-    selection: Selection
-    memory: dict[int, float]
-    """M(h) where it was measured: what one device would hold."""
-    cosines: dict[int, float]
-    planner: Planner
-    measurements: dict[int, Measurements]
-
-
-Report = Callable[[str, int, int], None]
-"""(what is done, done, of how many): for a progress bar."""
-
-
 def plan_for(
     config: Config, request: Request, probe: Probe, *, report: Report = lambda _what, _done, _total: None
 ) -> Planned:
@@ -100,44 +81,17 @@ def plan_for(
     else:
         chain = None
         angle_note, cosine = _probed_angles(config, data.task, samples, probe, report)
-    num_blocks = config.model.num_blocks
     measurements = _measurements(config, data.task, samples[0], probe, report)
-    planner = Planner(measurements, cosine, request)
-    seconds = None
-    if request.objective in NEEDS_TIME or "." in request.objective:
-        seconds = _step_seconds(planner, num_blocks, exact=probe.exact)
-
-    def measure(horizon: int) -> tuple[float, float]:
-        memory = _memory(chain, samples[0], horizon, measurements[1])
-        return memory, cosine(sliding(num_blocks, horizon))
-
-    selection, memory, cosines = refine_horizon(
-        num_blocks,
-        measure,
-        cost=request.build_cost(),
-        objective=request.build_objective(),
-        step_seconds=seconds,
-        exact=probe.exact,
-    )
-    num_settings = len(planner.settings(selection.horizon))
-    count = iter(range(1, num_settings + 1))
-    plan = make_plan(
-        planner,
-        selection,
+    return choose_plan(
+        measurements,
+        cosine,
+        lambda horizon: _memory(chain, samples[0], horizon, measurements[1]),
         request,
+        exact=probe.exact,
         fingerprint=fingerprint(config),
         notes=(f"angles: {angle_note}", f"times and bytes: {measurements[1].source}"),
-        advance=lambda: report("pricing candidates", next(count), num_settings),
+        report=report,
     )
-    return Planned(plan, selection, memory, cosines, planner, measurements)
-
-
-def _step_seconds(planner: Planner, num_blocks: int, *, exact: bool) -> dict[int, float]:
-    """Predicted step time of every horizon: simulated at some, straight lines between them."""
-    every = range(1, num_blocks + 1)
-    simulated = every if exact else choose_horizons(num_blocks, SIMULATED_HORIZONS)
-    known = [planner.step_seconds(h) for h in simulated]
-    return {h: float(np.interp(h, simulated, known)) for h in every}
 
 
 def fingerprint(config: Config) -> dict[str, Any]:
@@ -145,6 +99,7 @@ def fingerprint(config: Config) -> dict[str, Any]:
     values = config.as_dict()
     kept = {name: values[name] for name in ("model", "lora", "data", "batch_size", "dtype")}
     kept["readout"] = config.readout.identify()
+    kept["autocast"] = config.training.autocast_dtype if config.training.autocast else None
     kept["optimizer"] = {name: values["optimizer"][name] for name in ("name", "momentum")}
     plain: dict[str, Any] = json.loads(json.dumps(kept))
     return plain
@@ -176,10 +131,10 @@ def apply_plan(config: Config, plan: Plan) -> Config:
 
 
 def build_whole_chain(config: Config, task: Task) -> Chain:
-    """The configured model with a readout at every boundary."""
+    """The configured model with a readout at every boundary, in the precision in which it is trained."""
     check_size(config, task, range(config.model.num_blocks))
     chain = build_chain(config.trained_model, task, readout=config.readout, seed=config.seed)
-    return chain.to(device=config.torch_device, dtype=config.torch_dtype)
+    return run_in(chain.to(device=config.torch_device, dtype=config.torch_dtype), config.training.torch_autocast)
 
 
 def place(batch: Batch, config: Config) -> Batch:
@@ -216,6 +171,7 @@ def _probed_angles(
         return note, _cosine_of(profile, config.model.num_blocks)
     small = _scale_down(config.model)
     chain = build_chain(small, task, readout=config.readout, seed=config.seed).to(dtype=config.torch_dtype)
+    chain = run_in(chain, config.training.torch_autocast)
     few = [tuple(part[:4] for part in batch) for batch in samples[:2]]
     total = len(few) * chain.num_blocks
     done = iter(range(1, total + 1))
@@ -316,7 +272,8 @@ def _chain_to_measure(config: Config, task: Task, probe: Probe) -> Iterator[Chai
     torch.set_default_dtype(config.torch_dtype)
     try:
         with without_allocating():
-            yield build_chain(config.trained_model, task, readout=config.readout, seed=config.seed)
+            chain = build_chain(config.trained_model, task, readout=config.readout, seed=config.seed)
+            yield run_in(chain, config.training.torch_autocast)
     finally:
         torch.set_default_dtype(default)
 

@@ -241,6 +241,11 @@ class TrainingConfig:
             return num_samples
         return min(num_samples, MOST_TESTED if self.eval_batches is None else self.eval_batches * batch_size)
 
+    @property
+    def torch_autocast(self) -> torch.dtype | None:
+        """The precision of forwards; None: that of weights and states."""
+        return getattr(torch, self.autocast_dtype) if self.autocast else None
+
     def build_loss_scale(self) -> LossScale | None:
         """The scale to begin with; None if the loss is not scaled."""
         is_scaled = self.loss_scale == "dynamic" or (self.autocast and self.autocast_dtype == "float16")

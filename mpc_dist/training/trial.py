@@ -15,10 +15,11 @@ from mpc_dist.data import Batch, Batches, Dataset
 from mpc_dist.data.dataset import select_tests
 from mpc_dist.gradient import eager_mpc_gradients
 from mpc_dist.models import Chain
+from mpc_dist.planner.choose import Planned, Report
 from mpc_dist.planner.plan import Candidate
 from mpc_dist.training.config import Config
 from mpc_dist.training.optimizer import build_optimizer
-from mpc_dist.training.planning import Planned, Report, build_whole_chain, place
+from mpc_dist.training.planning import build_whole_chain, place
 from mpc_dist.validation import check_whole
 from mpc_dist.windows import Windows, backprop
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpc_dist.planner.measurements import BlockCosts, Measurements, ReadoutCosts
-from mpc_dist.planner.partition import StagePricer, parse_partition, partition_blocks
+from mpc_dist.planner.partition import StagePricer, UnitWindows, parse_partition, partition_blocks
 from mpc_dist.schedule import lay_out
 from mpc_dist.schedule.action import COMPUTE
 from mpc_dist.schedule.builder import build_schedule
@@ -46,11 +46,13 @@ def test_it_equals_brute_force(forwards, K, kind, over_stages, limit, seed):
         units, min(2, units)
     )
     found = measured(forwards, seed=seed)
-    pricer = StagePricer(found, windows, over_stages, 3, tuple(min(3, K - k) for k in range(K)), memory_limit=limit)
+    pricer = StagePricer(
+        found, UnitWindows(windows, over_stages), 3, tuple(min(3, K - k) for k in range(K)), memory_limit=limit
+    )
 
     def worst(sizes: tuple[int, ...]) -> float:
         ends = np.cumsum([0, *sizes])
-        return max(pricer(k)[ends[k], ends[k + 1]] for k in range(K))
+        return max(pricer(k, ends[k], ends[k + 1]) for k in range(K))
 
     best = min(worst(sizes) for sizes in all_partitions(T, K))
     sizes = partition_blocks(T, K, pricer)
@@ -76,18 +78,18 @@ def test_a_stages_price_is_what_its_program_costs(sizes, kind, over_stages, M):
     layout = lay_out(expand(windows, sizes) if over_stages else windows, sizes)
     costs = found.segment_costs(layout)
     schedule = build_schedule(layout, M, costs=costs)
-    pricer = StagePricer(found, windows, over_stages, M, (1,) * K)
+    pricer = StagePricer(found, UnitWindows(windows, over_stages), M, (1,) * K)
     ends = np.cumsum([0, *sizes])
     for rank, program in enumerate(schedule.programs):
         spent = sum(costs.of(action) for action in program if action.op in COMPUTE)
         # The first segment's input needs no gradient; the table prices every block alike, so block 0 costs none.
         update = found.update_seconds(layout.stage_blocks(rank))
-        assert pricer(rank)[ends[rank], ends[rank + 1]] == pytest.approx(spent + update)
+        assert pricer(rank, ends[rank], ends[rank + 1]) == pytest.approx(spent + update)
 
 
 def test_a_thousand_blocks_onto_64_stages():
     found = measured(list(np.random.default_rng(0).uniform(1, 2, 1000)))
-    pricer = StagePricer(found, sliding(64, 2), True, 8, (3,) * 64)
+    pricer = StagePricer(found, UnitWindows(sliding(64, 2), True), 8, (3,) * 64)
     sizes = partition_blocks(1000, 64, pricer)
     assert sizes is not None
     assert (sum(sizes), len(sizes)) == (1000, 64)
@@ -99,4 +101,4 @@ def test_layouts_by_hand():
         with pytest.raises(ValueError, match="must be stage sizes such as 4"):
             parse_partition(text, 16)
     with pytest.raises(ValueError, match="3 blocks cannot fill 4 stages"):
-        partition_blocks(3, 4, lambda _: np.zeros((4, 4)))
+        partition_blocks(3, 4, StagePricer(measured([1.0] * 3), UnitWindows(backprop(3), False), 1, (1,) * 4))

@@ -7,7 +7,9 @@ import pytest
 
 from mpc_dist.planner.measurements import BlockCosts, Measurements, ReadoutCosts, load_measurements, save_measurements
 from mpc_dist.planner.plan import Plan, Shape
-from mpc_dist.planner.search import Planner, Request, make_plan
+from mpc_dist.planner.pricing import Planner
+from mpc_dist.planner.request import Request
+from mpc_dist.planner.search import make_plan
 from mpc_dist.planner.select import Selection, select_horizon
 from mpc_dist.windows import Windows, expand, sliding
 

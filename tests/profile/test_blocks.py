@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from mpc_dist.models import GPT, ResMLP, build_chain
-from mpc_dist.planner.search import predict_bytes
+from mpc_dist.planner.pricing import predict_bytes
 from mpc_dist.profile import SavedBytes, measure_memory
 from mpc_dist.profile.blocks import measure_blocks, without_allocating
 from mpc_dist.runtime.in_process import InProcessPipeline

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from mpc_dist.planner.search import Request
+from mpc_dist.planner.request import Request
 from mpc_dist.runtime.local import run_local_ranks
 from mpc_dist.runtime.mesh import Launch
 from mpc_dist.training.auto import train_as_planned

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mpc_dist.runtime.mesh import connect_on_use
+
 
 class LocalRankError(RuntimeError):
     """A rank raised, died or did not finish in time."""
@@ -92,6 +94,7 @@ def _run_rank(
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": str(rank)}
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # loopback only
     torch.set_num_threads(1)
+    connect_on_use()
     try:
         dist.init_process_group(
             "gloo",

@@ -2,12 +2,16 @@
 
 Replicas of a stage are neighbours in rank: rank = stage * num_replicas + replica. So on a host with several GPUs, the
 all-reduces of a stage stay on the host, and only activations cross between hosts.
+
+No rank is connected to all others: neighbours have groups of two, and in the groups of many a connection is made when
+it is first used, so that a rank has a number of them that grows with the logarithm of the number of ranks.
 """
 
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -65,6 +69,21 @@ class Launch:
 
 
 @dataclass(frozen=True)
+class Edge:
+    """Between this rank and a neighbouring stage of its replica: a group of two for each direction.
+
+    NCCL would make one direction, or one neighbour, wait for the other in a group that they share.
+    """
+
+    peer: int
+    """The neighbour's global rank."""
+    downward: dist.ProcessGroup
+    """Carries activations."""
+    upward: dist.ProcessGroup
+    """Carries adjoints."""
+
+
+@dataclass(frozen=True)
 class Mesh:
     """This rank's place and its groups."""
 
@@ -75,10 +94,10 @@ class Mesh:
     device: torch.device
     ranks_of_stages: tuple[int, ...]
     """The global ranks of this replica's stages, in order."""
-    downward: dist.ProcessGroup | None = None
-    """Carries activations of this replica; None in a single process."""
-    upward: dist.ProcessGroup | None = None
-    """Carries adjoints of this replica."""
+    before: Edge | None = None
+    """To the stage before; None on the first."""
+    after: Edge | None = None
+    """To the stage after; None on the last."""
     stages: dist.ProcessGroup | None = None
     """All stages of this replica, for what concerns them all."""
     replicas: dist.ProcessGroup | None = None
@@ -92,8 +111,10 @@ class Mesh:
 
     def with_timeout(self, timeout: timedelta) -> "Mesh":
         """The same mesh; from now on its groups, and that of all ranks, wait so long."""
-        groups = (self.downward, self.upward, self.stages, self.replicas, self.background)
-        if self.downward is not None:
+        edges = [edge for edge in (self.before, self.after) if edge is not None]
+        groups = [self.stages, self.replicas, self.background, *(edge.downward for edge in edges)]
+        groups += [edge.upward for edge in edges]
+        if self.stages is not None:
             for group in (dist.group.WORLD, *(group for group in groups if group is not None)):
                 _set_pg_timeout(timeout, group)
         return replace(self, timeout=timeout)
@@ -132,21 +153,53 @@ def build_mesh(
         (own,) = (group for group, ranks in zip(groups, all_ranks, strict=True) if launch.rank in ranks)
         return own
 
-    return Mesh(
+    edges: dict[int, Edge] = {}
+    for lower, upper in (pair for column in columns for pair in pairwise(column)):
+        downward, upward = (dist.new_group([lower, upper], timeout=timeout) for _ in range(2))
+        if launch.rank in (lower, upper):
+            peer = upper if launch.rank == lower else lower
+            edges[peer] = Edge(peer, downward, upward)
+    mesh = Mesh(
         stage,
         num_stages,
         replica,
         num_replicas,
         device,
         tuple(s * num_replicas + replica for s in range(num_stages)),
-        downward=own_group(columns),
-        upward=own_group(columns),
+        before=edges.get(launch.rank - num_replicas),
+        after=edges.get(launch.rank + num_replicas),
         stages=own_group(columns),
         replicas=own_group(rows) if num_replicas > 1 else None,
         background=dist.new_group(backend="gloo", timeout=timeout),
         timeout=timeout,
         watch=Watch(launch.rank),
     )
+    _connect_neighbours(mesh)
+    return mesh
+
+
+def _connect_neighbours(mesh: Mesh) -> None:
+    """Send a word along every edge, both ways: who first uses a connection waits there until its peer uses it, too.
+
+    Of two edges of a rank, the one that begins at an even stage is first, so that no chain of ranks forms.
+    """
+    first, second = (mesh.after, mesh.before) if mesh.stage % 2 == 0 else (mesh.before, mesh.after)
+    for edge in (first, second):
+        if edge is None:
+            continue
+        word = torch.zeros(1, device=mesh.device)
+        with mesh.watch.waiting(edge.downward, f"the connection to rank {edge.peer}"):
+            if edge is mesh.after:
+                dist.send(word, dst=edge.peer, group=edge.downward)
+                dist.recv(word, src=edge.peer, group=edge.upward)
+            else:
+                dist.recv(word, src=edge.peer, group=edge.downward)
+                dist.send(word, dst=edge.peer, group=edge.upward)
+
+
+def connect_on_use() -> None:
+    """Let groups that are made from now on connect two ranks when they first talk: gloo would connect all with all."""
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # the only way to tell it
 
 
 def join(launch: Launch, device_type: str, timeout: float) -> None:
@@ -158,6 +211,7 @@ def join(launch: Launch, device_type: str, timeout: float) -> None:
             store = meet(shared, rank=rank, num_ranks=num_ranks, timeout=limit)
             if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := _choose_interface(store, num_ranks, limit)):
                 os.environ["GLOO_SOCKET_IFNAME"] = interface  # the only way to tell gloo
+            connect_on_use()
             dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=limit)
         except PeerError:
             raise

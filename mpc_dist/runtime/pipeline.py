@@ -419,27 +419,27 @@ class Pipeline:
             stage = self._build_stage(transport)
             _check_stage(stage, sample, labels)
             return stage
-        assert mesh.downward is not None
-        assert mesh.upward is not None
-        before = mesh.ranks_of_stages[mesh.stage - 1] if mesh.stage else None
-        after = mesh.ranks_of_stages[mesh.stage + 1] if mesh.stage + 1 < mesh.num_stages else None
+        before, after = mesh.before, mesh.after
         channels: dict[tuple[str, str], Channel] = {}
         if before is not None:
-            with mesh.watch.waiting(mesh.downward, f"the shape of rank {before}'s messages", peers=[before]):
-                shape, dtype, self._microbatch_size = receive_description(before, mesh.downward, mesh.device)
+            with mesh.watch.waiting(before.downward, f"the shape of rank {before.peer}'s messages"):
+                shape, dtype, self._microbatch_size = receive_description(before.peer, before.downward, mesh.device)
             sample = torch.zeros(shape, dtype=dtype, device=mesh.device)
-            for direction, kind, group in (("receive", ACTIVATIONS, mesh.downward), ("send", ADJOINTS, mesh.upward)):
-                channels[direction, kind] = Channel(before, group, sample.shape, sample.dtype, mesh.device)
+            for direction, kind, group in (
+                ("receive", ACTIVATIONS, before.downward),
+                ("send", ADJOINTS, before.upward),
+            ):
+                channels[direction, kind] = Channel(before.peer, group, sample.shape, sample.dtype, mesh.device)
         self._transport = DistributedTransport(
             channels, rank=mesh.ranks_of_stages[mesh.stage], timeout=self._timeout, watch=mesh.watch
         )
         stage = self._build_stage(self._transport)
         output = _check_stage(stage, sample, labels)
         if after is not None:
-            with mesh.watch.waiting(mesh.downward, f"rank {after} to take the shape of messages", peers=[after]):
-                send_description(output, self._microbatch_size, after, mesh.downward)
-            for direction, kind, group in (("send", ACTIVATIONS, mesh.downward), ("receive", ADJOINTS, mesh.upward)):
-                channels[direction, kind] = Channel(after, group, output.shape, output.dtype, mesh.device)
+            with mesh.watch.waiting(after.downward, f"rank {after.peer} to take the shape of messages"):
+                send_description(output, self._microbatch_size, after.peer, after.downward)
+            for direction, kind, group in (("send", ACTIVATIONS, after.downward), ("receive", ADJOINTS, after.upward)):
+                channels[direction, kind] = Channel(after.peer, group, output.shape, output.dtype, mesh.device)
         return stage
 
     def _build_stage(self, transport: Transport, before: Stage | None = None) -> Stage:

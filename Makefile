@@ -1,6 +1,7 @@
 # make demo      set up, then show on real models what a horizon does to the gradient, to memory and to training
 # make test      set up, then run the tests (make test-all: the slow ones too)
 # make soak      set up, then strike random jobs for 20 minutes and let two train for long: MINUTES=5 SEED=1 make soak
+# make mutants   set up, then plant faults one at a time and see which the tests miss: NUM=300 SEED=0 make mutants
 # make reproduce set up, then every experiment of docs/paper at a small size (make data first: some need real data)
 # make check     set up, then lint, formatting and strict types
 
@@ -12,7 +13,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 # One thread per process: the tensors are small, and processes side by side must not fight for the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-all soak data reproduce check format clean
+.PHONY: demo test test-all soak mutants data reproduce check format clean
 .DEFAULT_GOAL := test
 
 # Rebuilt only when what is installed changes, and from nothing if a set-up was interrupted; otherwise the targets below
@@ -44,6 +45,11 @@ MINUTES ?= 20
 SEED ?= 0
 soak: $(READY)
 	$(BIN)/python -m tests.reliability.soak --minutes $(MINUTES) --seed $(SEED)
+
+# Goes on where it was interrupted; docs/mutants.md lists what no test saw, and fails while one has no reason.
+NUM ?= 300
+mutants: $(READY)
+	$(BIN)/python -m tests.mutants --number $(NUM) --seed $(SEED)
 
 # CIFAR-10/100, text and a trained ResNet-56 into data/, from a folder that has them (see docs/paper/README.md).
 DATA ?= $(or $(MPC_DIST_DATA),../shared/data)

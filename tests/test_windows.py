@@ -5,7 +5,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpc_dist.windows import Windows, backprop, cumulative, forward_forward, loco, sliding, tumbling
+from mpc_dist.windows import (
+    Windows,
+    backprop,
+    cumulative,
+    expand,
+    forward_forward,
+    group,
+    loco,
+    shrink,
+    sliding,
+    tumbling,
+)
 
 
 def boundaries(windows: Windows) -> list[tuple[int, ...]]:
@@ -181,3 +192,23 @@ def test_bad_sizes_are_refused():
 def test_an_impossible_map_is_refused(targets, message):
     with pytest.raises(ValueError, match=message):
         Windows(targets)
+
+
+def test_windows_of_stages_become_windows_of_their_blocks_and_back():
+    stages = Windows((((1, 0.5), (2, 0.25)), ((3, 1.0),), ((3, 2.0),)))
+    blocks = Windows((((2, 0.5), (3, 0.25)), ((2, 0.5), (3, 0.25)), ((6, 1.0),), *[((6, 2.0),)] * 3))
+    assert expand(stages, [2, 1, 3]) == blocks
+    assert group(blocks, [2, 1, 3]) == stages
+
+
+def test_fewer_blocks_stand_for_several_each_with_the_mean_of_their_aims():
+    assert shrink(sliding(6, 2), 6) == sliding(6, 2)
+    assert shrink(backprop(6), 2) == backprop(2)
+    assert shrink(tumbling(12, 4), 3) == forward_forward(3)
+    # Blocks 0 to 2 aim at boundaries 2, 3 and 4: two in the first group's part of the chain, one in the second's.
+    assert shrink(sliding(6, 2), 2).targets == (
+        ((1, pytest.approx(2 / 3)), (2, pytest.approx(1 / 3))),
+        ((2, pytest.approx(1.0)),),
+    )
+    with pytest.raises(ValueError, match="6 blocks cannot shrink to 4; use a divisor"):
+        shrink(sliding(6, 2), 4)

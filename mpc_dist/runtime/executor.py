@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mpc_dist.runtime.guard import Finding, Guard
 from mpc_dist.runtime.microbatch import MicroBatches, Shares
+from mpc_dist.runtime.reducer import Reduction
 from mpc_dist.runtime.segment import Segment
 from mpc_dist.runtime.transport import Transport
 from mpc_dist.schedule.action import COMPUTE, RECEIVES, Action, Op, Program
@@ -37,6 +38,8 @@ class StepRecord:
     """Whether the update was left out, here and on every other rank."""
     finding: Finding | None = None
     """The number that was not finite, if this rank met one."""
+    reductions: list[Reduction] = field(default_factory=list)
+    """When gradients travelled to the other replicas, bucket by bucket."""
 
     @property
     def busy_seconds(self) -> float:
@@ -54,6 +57,7 @@ class Executor:
         transport: Transport,
         work: Work,
         *,
+        on_last_backward: Callable[[int, bool], None] = lambda _index, _is_read: None,
         on_segment_done: Callable[[int], None],
         on_update: Callable[[StepRecord], None],
         record_times: bool = False,
@@ -64,6 +68,7 @@ class Executor:
         self._segments = segments
         self._transport = transport
         self._num_microbatches = work.num_microbatches
+        self._on_last_backward = on_last_backward
         self._on_segment_done = on_segment_done
         self._on_update = on_update
         self._record_times = record_times
@@ -238,9 +243,9 @@ class Executor:
 
     def _backward(self, action: Action) -> None:
         readout = self._carried[action.segment]
-        below = self._segments[action.segment].backward(
-            action.microbatch, self._target_adjoint(action), to_input=readout is not None
-        )
+        adjoint = self._target_adjoint(action)
+        self._announce_last(action)
+        below = self._segments[action.segment].backward(action.microbatch, adjoint, to_input=readout is not None)
         if readout is not None:
             assert below is not None
             self._pass_on(action, readout, below)
@@ -257,8 +262,14 @@ class Executor:
             self._see_adjoint(action, below)
 
     def _weight_half(self, action: Action) -> None:
+        self._announce_last(action)
         self._segments[action.segment].weight_half(action.microbatch)
         self._count_backward(action.segment)
+
+    def _announce_last(self, action: Action) -> None:
+        """Say that a segment's last backward of this step begins, and whether its own losses have all been read."""
+        if self._backwards_left[action.segment] == 1:
+            self._on_last_backward(action.segment, all(index != action.segment for index, _ in self._unread))
 
     def _count_backward(self, index: int) -> None:
         self._backwards_left[index] -= 1

@@ -22,7 +22,8 @@ from mpc_dist.runtime.guard import Guard
 from mpc_dist.runtime.mesh import Mesh, leave
 from mpc_dist.runtime.microbatch import MicroBatches, Shares, cut
 from mpc_dist.runtime.randomness import undisturbed
-from mpc_dist.runtime.reducer import AllReduceReducer
+from mpc_dist.runtime.reducer import AllReduceReducer, bucket_bytes
+from mpc_dist.runtime.replicas import check_agreement
 from mpc_dist.runtime.score import Score
 from mpc_dist.runtime.shared_head import SharedHead, share_head
 from mpc_dist.runtime.stage import OptimizerFactory, Stage, StageOptions, evaluating
@@ -186,9 +187,16 @@ class Pipeline:
         """This rank's parameters by their names in the whole chain."""
         return state.named_parameters(self.modules)
 
+    def check_replicas(self) -> None:
+        """Raise a ReplicaError unless all replicas of this stage hold the same weights; they call it together."""
+        check_agreement(self.mesh, self.named_parameters())
+
     def collect_state(self) -> dict[str, Tensor]:
-        """Copies of all that this rank needs to go on later, by their names in the whole chain."""
-        return state.collect(self.modules, self._stateful_optimizer, stage=self.mesh.stage, replica=self.mesh.replica)
+        """Copies of this rank's share of all that is needed to go on later, by their names in the whole chain."""
+        mesh, optimizer = self.mesh, self._stateful_optimizer
+        return state.collect(
+            self.modules, optimizer, stage=mesh.stage, replica=mesh.replica, num_replicas=mesh.num_replicas
+        )
 
     def restore_state(self, saved: state.Saved, *, step: int) -> list[str]:
         """Go on from what was saved after `step`, by any layout; the names of weights that it did not have.
@@ -214,14 +222,18 @@ class Pipeline:
 
     @property
     def fixed_bytes(self) -> int:
-        """What this rank holds whatever is in flight: weights, gradients, optimizer state, buffers for messages."""
+        """What this rank holds whatever is in flight: weights, gradients, optimizer state, buffers for messages and
+        for gradients on their way to other replicas."""
         modules = self.modules.values()
         parameters = [p for module in modules for p in module.parameters()]
         size = sum(p.nbytes * (2 if p.requires_grad else 1) for p in parameters)
         size += sum(buffer.nbytes for module in modules for buffer in module.buffers())
         states = self.stage.optimizer.state.values() if self.stage.optimizer is not None else ()
         size += sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
-        size += self.stage.zero.master_bytes if self.stage.zero is not None else 0
+        if self.stage.zero is not None:
+            size += self.stage.zero.master_bytes + self.stage.zero.bucket_bytes
+        elif self.mesh.replicas is not None:
+            size += bucket_bytes(self.stage.parameters)
         return size + (self._transport.posted_bytes if self._transport is not None else 0)
 
     @property

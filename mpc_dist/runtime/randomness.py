@@ -18,17 +18,26 @@ class Randomness:
     replica: int = 0
     """Data-parallel replicas drop different features."""
     step: int = 0
+    generators: tuple[torch.Generator, ...] = (torch.default_generator,)
+    """Those that a forward may draw from: see `list_generators`."""
 
-    def begin(self, block: int, microbatch: int, device: torch.device) -> None:
+    def begin(self, block: int, microbatch: int) -> None:
         """What is drawn from here on belongs to this block's forward; a readout has its boundary, negated.
 
-        Every block is seeded, whether or not it looks random: that takes some microseconds, and looking would miss
-        what functions draw. What the generator held is put back after the step, not after each block.
+        Every block is seeded, whether or not it looks random: that takes a microsecond, and looking would miss what
+        functions draw. What the generator held is put back after the step, not after each block.
         """
         key = zlib.crc32(f"{self.seed} {self.replica} {self.step} {microbatch} {block}".encode())
-        torch.default_generator.manual_seed(key)
-        if device.type == "cuda":
-            torch.cuda.default_generators[device.index or 0].manual_seed(key)
+        for generator in self.generators:
+            generator.manual_seed(key)
+
+
+def list_generators(device: torch.device) -> tuple[torch.Generator, ...]:
+    """The generators that functions of torch draw from on this device, and on the CPU."""
+    if device.type != "cuda":
+        return (torch.default_generator,)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.default_generator, torch.cuda.default_generators[index]
 
 
 def undisturbed(device: torch.device) -> AbstractContextManager[None]:

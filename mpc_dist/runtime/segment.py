@@ -188,6 +188,16 @@ class Segment:
         self._use(microbatch)
 
     @property
+    def block_parameters(self) -> Sequence[nn.Parameter]:
+        """Those of its blocks that are trained."""
+        return self._parameters
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """All that are trained, the readout's last."""
+        return [*self._parameters, *self._readout_parameters]
+
+    @property
     def range(self) -> range:
         """The indices of its blocks."""
         return range(self.first_block, self.first_block + len(self.blocks))

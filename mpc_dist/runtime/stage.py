@@ -13,7 +13,8 @@ from mpc_dist.runtime.executor import Executor, StepRecord
 from mpc_dist.runtime.guard import Guard, Policy
 from mpc_dist.runtime.loss_scale import LossScale
 from mpc_dist.runtime.microbatch import MicroBatches, Shares
-from mpc_dist.runtime.randomness import Randomness
+from mpc_dist.runtime.randomness import Randomness, list_generators
+from mpc_dist.runtime.reducer import Reduction
 from mpc_dist.runtime.score import Score
 from mpc_dist.runtime.segment import Scope, Segment
 from mpc_dist.runtime.shared_head import SharedHead
@@ -31,11 +32,14 @@ Sharding = Callable[[torch.optim.Optimizer, nn.Module], ZeroOptimizer]
 class Reducer(Protocol):
     """Averages a stage's gradients over its data-parallel replicas."""
 
+    def expect(self, parameters: Sequence[nn.Parameter], coming: Sequence[nn.Parameter]) -> None:
+        """The backward that completes these gradients begins; it adds to those of `coming`, the others are complete."""
+
     def start(self, parameters: Sequence[nn.Parameter]) -> None:
         """These gradients are complete on this replica."""
 
-    def finish(self) -> None:
-        """Every started gradient is now the replicas' average."""
+    def finish(self) -> Sequence[Reduction]:
+        """Every started gradient is now the replicas' average; how its way to them went."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +120,7 @@ class Stage:
             self.segments,
             transport,
             work,
+            on_last_backward=self._expect_gradients,
             on_segment_done=self._reduce,
             on_update=self._update,
             record_times=options.record_times,
@@ -174,10 +179,11 @@ class Stage:
     def _scope(self) -> Scope:
         # Of any parameter: a stage may be frozen and still drop features.
         device = next((p.device for _, p in self.named_parameters()), torch.device("cpu"))
-        plain, options = nullcontext(), self._options
+        self.randomness.generators = list_generators(device)
+        plain, options, begin = nullcontext(), self._options, self.randomness.begin
 
         def enter(block: int, microbatch: int) -> AbstractContextManager[object]:
-            self.randomness.begin(block, microbatch, device)
+            begin(block, microbatch)
             return torch.autocast(device.type, dtype=options.autocast_dtype) if options.autocast else plain
 
         return enter
@@ -197,16 +203,20 @@ class Stage:
             guard=self.guard,
         )
 
+    def _expect_gradients(self, index: int, is_read: bool) -> None:
+        """A segment's last backward of this step begins: what it completes may travel before it ends."""
+        if self._reducer is not None:
+            segment = self.segments[index]
+            self._reducer.expect(segment.parameters, segment.block_parameters if is_read else segment.parameters)
+
     def _reduce(self, index: int) -> None:
         """A segment's gradients of this step are complete: let them travel while other work goes on."""
         if self._reducer is not None:
-            segment = self.segments[index]
-            modules = [*segment.blocks, *([] if segment.readout is None else [segment.readout])]
-            self._reducer.start([p for module in modules for p in module.parameters() if p.requires_grad])
+            self._reducer.start(self.segments[index].parameters)
 
     def _update(self, record: StepRecord) -> None:
         if self._reducer is not None:
-            self._reducer.finish()
+            record.reductions = [*self._reducer.finish()]
         # Gradients have the factor of this step, which the decision may change for the next.
         factor = 1.0 if self.guard.scale is None else 1 / self.guard.scale.value
         decision = self.guard.decide(step=self.randomness.step + 1) if self.guard.is_on else True

@@ -22,6 +22,7 @@ from mpc_dist.runtime.guard import NonFiniteError, check_state
 from mpc_dist.runtime.mesh import Launch, Mesh
 from mpc_dist.runtime.pipeline import Pipeline, StepResult
 from mpc_dist.runtime.preemption import Preempted, Preemption
+from mpc_dist.runtime.replicas import ReplicaError
 from mpc_dist.runtime.score import Score
 from mpc_dist.runtime.watch import Wait
 from mpc_dist.training.checkpoint import CheckpointSaver, SavedCheckpoint, name_save
@@ -132,6 +133,8 @@ class Loop:
                 self._train_step(step, is_first=step == first)
                 if self._growing is not None and step % self._config.horizon.every == 0:
                     self._adapt(step, self._growing)
+                if self._config.data_parallel.is_check_due(step):
+                    self._check_replicas(step)
                 if step % training.eval_every == 0 or step == training.steps:
                     scores = self._evaluate(step)
                 if self._config.checkpoints.is_due(step, last=training.steps):
@@ -188,7 +191,19 @@ class Loop:
         self._pipeline.guard.load_state_dict(progress.get("numbers", {}))
         return missing
 
+    def _check_replicas(self, step: int) -> None:
+        start = time.perf_counter()
+        try:
+            self._pipeline.check_replicas()
+        except ReplicaError as error:
+            self._saver.wait()  # the last good checkpoint may still be on its way to the disk
+            raise ReplicaError(f"step {step}: {error}") from error
+        self._metrics.write(event="replicas", step=step, agree=True, seconds=time.perf_counter() - start)
+
     def _save(self, step: int) -> None:
+        data_parallel = self._config.data_parallel
+        if data_parallel.check_every and data_parallel.degree > 1 and not data_parallel.is_check_due(step):
+            self._check_replicas(step)
         start = time.perf_counter()
         tensors = {**self._pipeline.collect_state(), **self._losses.collect()}
         if self._config.training.on_nonfinite != "ignore":
@@ -280,14 +295,17 @@ class Loop:
             self._metrics.write(event="skipped", step=step, finding=found, **self._pipeline.guard.state_dict())
         elif self._losses.is_asked:
             last = self._config.model.num_blocks
-            self._losses.add([loss for boundary, loss in result.losses.items() if boundary == last])
+            if last in result.losses:
+                self._losses.add(result.losses[last], result.count)
         if self._batches.epoch != epoch:
             self._end_epoch()
         if is_first or step % self._config.training.log_every == 0:
+            losses, num_labels = average_over_replicas(self._mesh, result)
             self._metrics.write(
                 event="step",
                 step=step,
-                losses=result.losses,
+                losses=losses,
+                num_labels=num_labels,
                 step_seconds=seconds,
                 seconds_waiting_for_data=start - asked,
                 samples_per_second=self._config.batch_size * self._mesh.num_replicas / seconds,
@@ -300,7 +318,8 @@ class Loop:
             )
         if step > self._config.training.steps - NUM_TIMELINES:
             actions = [(str(interval.action), interval.start, interval.end) for interval in result.record.timeline]
-            self._metrics.write(event="timeline", step=step, actions=actions)
+            reductions = [(reduction.start, reduction.end, reduction.size) for reduction in result.record.reductions]
+            self._metrics.write(event="timeline", step=step, actions=actions, reductions=reductions)
 
     def _run_step(self, part: Part) -> StepResult:
         try:
@@ -343,6 +362,22 @@ class Loop:
         lines = [line for line in found if line["event"] == "step"]
         losses = list(lines[-1]["losses"].values()) if lines else []
         return f"training, loss {losses[-1]:.4f}" if losses else "training"
+
+
+def average_over_replicas(mesh: Mesh, result: StepResult) -> tuple[dict[int, float], float]:
+    """A step's losses by boundary, over the labels of all replicas that count, and how many they are.
+
+    The replicas of a stage call it together.
+    """
+    if mesh.replicas is None or not result.losses:
+        return result.losses, result.count
+    totals = [result.count, *(loss * result.count for loss in result.losses.values())]
+    sums = torch.tensor(totals, dtype=torch.float64, device=mesh.device)
+    with mesh.watch.waiting(mesh.replicas, "the replicas' losses"):
+        dist.all_reduce(sums, group=mesh.replicas)
+    count, *whole = sums.tolist()
+    means = [total / count if count else 0.0 for total in whole]
+    return dict(zip(result.losses, means, strict=True)), count
 
 
 def measure_bubble(record: StepRecord) -> float:

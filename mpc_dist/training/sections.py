@@ -117,9 +117,13 @@ class DataParallelConfig:
     """ZeRO stage. 1: optimizer state; 2: reduced gradients too; null: as in deepspeed_config, or 1."""
     deepspeed_config: str | None = None
     """DeepSpeed's JSON file for what is not decided here, e.g. configs/deepspeed/zero1.json."""
+    check_every: int = 100
+    """Steps between checks that the replicas of a stage hold the same weights, besides one before each checkpoint; a
+    difference stops the run. 0: no checks."""
 
     def __post_init__(self) -> None:
         check_whole("data_parallel.degree", self.degree, minimum=1)
+        check_whole("data_parallel.check_every", self.check_every, minimum=0, maximum=MAX_COUNT)
         if self.sharding == "deepspeed" and self.degree == 1:
             raise ValueError(
                 "data_parallel.sharding deepspeed shares a stage's optimizer among its replicas, but "
@@ -129,6 +133,10 @@ class DataParallelConfig:
             raise ValueError(
                 "data_parallel.stage and data_parallel.deepspeed_config need data_parallel.sharding deepspeed, got none"
             )
+
+    def is_check_due(self, step: int) -> bool:
+        """Whether replicas are compared after this step, whatever else is done then."""
+        return self.degree > 1 and self.check_every > 0 and step % self.check_every == 0
 
     def read_zero(self) -> ZeroSettings | None:
         """What DeepSpeed is told; None without sharding."""

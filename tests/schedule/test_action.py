@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpc_dist.schedule import Action, Op, build_schedule, parse_action, parse_schedule
+from mpc_dist.schedule import Action, Op, build_schedule, lay_out, parse_action, parse_schedule
+from mpc_dist.windows import sliding
 from tests.schedule.layouts import layouts
 
 
@@ -24,3 +25,9 @@ def test_a_schedule_parses_back_from_what_it_prints(layout, num_microbatches, sp
 def test_what_is_no_action_is_refused(text):
     with pytest.raises(ValueError, match="is no action; write"):
         parse_action(text)
+
+
+def test_a_schedule_knows_whether_its_backwards_are_in_halves():
+    layout = lay_out(sliding(4, 2), [1] * 4)
+    assert build_schedule(layout, 2, split=True).is_split
+    assert not build_schedule(layout, 2).is_split

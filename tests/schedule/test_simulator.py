@@ -91,3 +91,35 @@ def test_the_drawing_shows_waiting_and_is_cut_at_the_width():
     drawn = draw_timeline(simulate(build_schedule(layout, 2), layout, costs).timeline, unit=1.0, max_columns=18)
     assert drawn.splitlines()[0].endswith("…")
     assert "·" in drawn
+
+
+def test_the_drawing_of_a_step_with_its_waiting_and_with_what_is_shorter_than_a_cell():
+    layout = lay_out(backprop(2), [1, 1])
+    costs = Costs((1.0, 2.0), (1.0, 0.1), (1.0, 0.1), update=3.0)
+    drawn = draw_timeline(simulate(build_schedule(layout, 2), layout, costs, num_steps=1).timeline, unit=1.0)
+    assert drawn == DRAWN.strip("\n")
+
+
+DRAWN = """
+   0 F0 F1  · B0 ── B1 ──
+   1  · F0 ── F1 ──
+"""
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"forward": (1.0, -1.0)}, "costs.forward"),
+        ({"input_grad": (1.0,)}, "costs.input_grad has 1 entries for 2 segments; give one each"),
+        ({"held_bytes": (1.0,)}, "costs.held_bytes has 1 entries for 2 segments; give one each"),
+        ({"message_bytes": (1.0, -2.0)}, "costs.message_bytes"),
+        ({"latency": -0.1}, "costs.latency"),
+        ({"update": -0.1}, "costs.update"),
+        ({"bandwidth": 0.0}, "costs.bandwidth 0.0 must be positive; use inf for a free link"),
+    ],
+)
+def test_impossible_costs_are_refused(values, message):
+    given = {"forward": (1.0, 1.0), "input_grad": (1.0, 1.0), "weight_grad": (1.0, 1.0)}
+    Costs(**given, latency=0.0, update=0.0, held_bytes=(0.0, 0.0))
+    with pytest.raises(ValueError, match=message):
+        Costs(**{**given, **values})

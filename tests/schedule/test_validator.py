@@ -140,6 +140,24 @@ def test_the_error_names_the_cell_and_marks_it(text, reason):
     assert "rank 0:" in message
 
 
+def test_the_error_shows_the_neighbours_around_the_bad_action():
+    text = """
+        F0.0 SA0.0 F0.1 SA0.1 F0.2 SA0.2 B0.0 B0.1 B0.2 U
+        RA1.0 F1.0 SA1.0 B1.0 RA1.1 F1.1 SA1.1 F1.2 B1.1 RA1.2 B1.2 SA1.2 U
+        RA2.0 F2.0 SA2.0 B2.0 RA2.1 F2.1 SA2.1 B2.1 RA2.2 F2.2 SA2.2 B2.2 U
+        RA3.0 F3.0 B3.0 RA3.1 F3.1 B3.1 RA3.2 F3.2 B3.2 U
+    """
+    schedule = parse_schedule("\n".join(line.strip() for line in text.strip().splitlines()))
+    with pytest.raises(ScheduleError) as caught:
+        validate(schedule, lay_out(sliding(4, 1), [1] * 4))
+    assert str(caught.value).splitlines() == [
+        "rank 1, action 7 (F1.2): its input activation is not there",
+        "  rank 0: ... SA0.0 F0.1 SA0.1 F0.2 SA0.2 B0.0 B0.1 B0.2 U",
+        "  rank 1: ... F1.0 SA1.0 B1.0 RA1.1 F1.1 SA1.1 >>F1.2<< B1.1 RA1.2 B1.2 SA1.2 U",
+        "  rank 2: ... F2.0 SA2.0 B2.0 RA2.1 F2.1 SA2.1 B2.1 RA2.2 F2.2 SA2.2 B2.2 U",
+    ]
+
+
 def test_the_cap_is_checked():
     layout = lay_out(backprop(4), [1] * 4)
     schedule = build_schedule(layout, 6)

@@ -192,7 +192,7 @@ def weights_after_drops(rank: int, config: Config) -> dict[str, torch.Tensor]:
 
     def collect_and_keep(pipeline: Pipeline) -> dict[str, torch.Tensor]:
         found = collect(pipeline)
-        kept.update({name: value for name, value in found.items() if name.startswith("blocks.")})
+        kept.update({name: value.detach().clone() for name, value in pipeline.named_parameters().items()})
         return found
 
     Pipeline.collect_state = collect_and_keep  # type: ignore[method-assign]

@@ -63,7 +63,8 @@ def choose_workers(split: Split, wanted: int | None) -> int:
     """How many processes read ahead: as many as wanted, or by what the data is."""
     if wanted is not None:
         return wanted
-    return min(MOST_WORKERS, len(os.sched_getaffinity(0))) if split.is_decoded else 0
+    num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return min(MOST_WORKERS, num_cores) if split.is_decoded else 0
 
 
 class Reader:

@@ -375,7 +375,8 @@ def _explain(error: Exception, parser: ArgumentParser) -> str:
     message = re.sub(r"<class '(\w+)'>", r"\1", " ".join(str(error).split()))
     union = re.search(r'key "(.*?)": Does not validate .* Subtypes: \[(.*)\] Errors: .* Given value: (.*)', message)
     if union:
-        return f"{union[1]} must be of type {union[2]}, got {union[3]}; a list is written as [1,2,4]"
+        kinds = re.sub(r"typing\.Literal\[(.*?)\]", r"\1", union[2]).replace("NoneType", "null")
+        return f"{union[1]} must be of type {kinds}, got {union[3]}; a list is written as [1,2,4]"
     marker = "unrecognized arguments: "
     if marker not in message:
         return message

@@ -41,6 +41,15 @@ def children() -> set[int]:
     return found
 
 
+def await_children(count: int) -> set[int]:
+    """So many of them: one that has just begun may have no name yet."""
+    deadline = time.monotonic() + PATIENCE
+    while len(found := children()) != count and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(found) == count
+    return found
+
+
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
 def test_what_processes_read_is_what_the_rank_would_have_read(num_workers: int):
     """Two splits at once, as a rank trains on one and is evaluated on the other in between."""
@@ -113,8 +122,7 @@ def test_processes_hold_no_port_and_heed_no_signal_of_the_launcher_and_end_with_
     with socket.create_server(("127.0.0.1", 0)) as server, ExitStack() as stack:
         server.set_inheritable(True)
         reader = stack.enter_context(Reader({"train": pictures}, num_workers=2))
-        workers = children()
-        assert len(workers) == 2
+        workers = await_children(2)
         for pid in workers:
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
                 os.kill(pid, number)
@@ -129,7 +137,7 @@ def test_processes_hold_no_port_and_heed_no_signal_of_the_launcher_and_end_with_
 
 def test_a_process_that_is_killed_is_said_in_a_line(pictures: Split):
     with Reader({"train": pictures}, num_workers=1) as reader:
-        (pid,) = children()
+        (pid,) = await_children(1)
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(OSError, match=r"ended with exit code -9 .*; use fewer training\.workers, or 0"):
             next(reader.read("train", select(pictures, 3), Use()))

@@ -5,6 +5,7 @@ python launch/bench.py compute --microbatches 2,4,8,16 --repeats 5
 python launch/bench.py memory
 python launch/bench.py scale
 python launch/bench.py angles --blocks 16 --repeats 7
+python launch/bench.py actions --against ../another_checkout
 python launch/bench.py plan --stages 2,4
 python launch/bench.py regret --cifar data/cifar-10-batches-py
 python launch/bench.py adaptive --steps 400
@@ -23,6 +24,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from mpc_dist.bench.actions import bench_actions
 from mpc_dist.bench.adaptive import AdaptiveSetting, bench_adaptive, draw_curves
 from mpc_dist.bench.alternate import AlternatingSetting
 from mpc_dist.bench.angles import bench_angles
@@ -119,6 +121,15 @@ def run_compute(options: argparse.Namespace, console: Console) -> list[Row]:
     console.print(
         build_table(rows, f"{options.blocks} residual MLP blocks, width {options.width}, on {options.stages} ranks")
     )
+    return rows
+
+
+def run_actions(options: argparse.Namespace, console: Console) -> list[Row]:
+    """The host's time per action of 6 tiny GPT blocks, beside another checkout's."""
+    checkouts = {"mpc_dist": Path(__file__).parents[1]}
+    checkouts |= {} if options.against is None else {str(options.against): options.against}
+    rows = bench_actions(checkouts, options.repeats)
+    console.print(build_table(rows, "median time per action"))
     return rows
 
 
@@ -293,6 +304,10 @@ def build_parser() -> argparse.ArgumentParser:
     compute.add_argument("--batch-size", type=int, default=512, help="samples per step")
     compute.add_argument("--microbatches", type=whole_numbers, default=(2, 4, 8, 16), help="numbers of micro-batches")
     compute.add_argument("--repeats", type=int, default=5, help="rounds in which the systems alternate")
+
+    actions = add("actions", run_actions)
+    actions.add_argument("--against", type=Path, help="another checkout of this repository")
+    actions.add_argument("--repeats", type=int, default=5, help="rounds in which the checkouts alternate")
 
     memory = add("memory", run_memory)
     memory.add_argument("--stages", type=int, default=8, help="stages")

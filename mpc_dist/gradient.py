@@ -5,7 +5,8 @@ back-propagation):
 
     g(u(t)) = sum over its targets (s, w) of  w * dL(x(s)) / du(t)
 
-A readout's own weights take dL(x(s)) / d(weights), unweighted. Parameters that do not require gradients, and
+L is the mean over the labels of the whole step that count, however it is cut into micro-batches and over replicas. A
+readout's own weights take dL(x(s)) / d(weights), unweighted. Parameters that do not require gradients, and
 readouts at which no block aims, have no entry in the result.
 """
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mpc_dist.models.chain import Chain
+from mpc_dist.readout import count_labels
 from mpc_dist.windows import Windows
 
 Gradients = dict[str, Tensor]
@@ -30,9 +32,9 @@ def mpc_gradients(model: Chain, inputs: Tensor, labels: Tensor, windows: Windows
     model.check_windows(windows)
     state, losses = inputs, {}
     for boundary, block in enumerate(model.blocks, start=1):
-        state = run_block(block, state)
+        state = run_block(block, state, boundary - 1)
         if boundary in windows.readouts:
-            losses[boundary] = model.loss_at(boundary, state, labels)
+            losses[boundary] = _read(model, boundary, state, labels)
 
     gradients: Gradients = {}
     for t, targets in enumerate(windows.targets):
@@ -62,14 +64,14 @@ def sweep(model: Chain, inputs: Tensor, labels: Tensor, windows: Windows) -> Ite
     held: dict[int, HeldBlock] = {}
     state = inputs
     for t, block in enumerate(model.blocks):
-        held[t] = HeldBlock.run(block, state)
+        held[t] = HeldBlock.run(block, state, t)
         boundary, state = t + 1, held[t].output.detach()
         if boundary not in windows.readouts:
             continue
 
         own = list(_trainable(model.readouts[str(boundary)]))
         leaf = state.requires_grad_()
-        loss = model.loss_at(boundary, leaf, labels)
+        loss = _read(model, boundary, leaf, labels)
         adjoint, *values = _grad(loss, [leaf, *(parameter for _, parameter in own)])
         yield from ((f"readouts.{boundary}.{name}", value) for (name, _), value in zip(own, values, strict=True))
         del loss, leaf, values
@@ -98,10 +100,10 @@ class HeldBlock:
     output: Tensor
 
     @classmethod
-    def run(cls, block: nn.Module, state: Tensor) -> "HeldBlock":
-        """Run the block on the state; adjoints can pass to it if it is real-valued (raw inputs may be tokens)."""
+    def run(cls, block: nn.Module, state: Tensor, index: int) -> "HeldBlock":
+        """Run block `index` on the state; adjoints can pass to it if it is real-valued (raw inputs may be tokens)."""
         leaf = state.detach().requires_grad_(state.is_floating_point())
-        return cls(block, leaf, run_block(block, leaf))
+        return cls(block, leaf, run_block(block, leaf, index))
 
     def pull_back(self, adjoint: Tensor, *, weights: bool, to_input: bool) -> tuple[Gradients, Tensor | None]:
         """The weight gradients and the adjoint at the input, each only if asked for; the graph is kept."""
@@ -114,21 +116,39 @@ class HeldBlock:
         return {name: value for (name, _), value in zip(named, values, strict=True)}, below
 
 
-def run_block(block: nn.Module, state: Tensor) -> Tensor:
-    """The block's output; raises if it modifies its input, which a readout or another block may still need."""
+def run_block(block: nn.Module, state: Tensor, index: int) -> Tensor:
+    """The output of block `index`; raises if no adjoint could pass it, or if it modifies its input.
+
+    A readout or another block may still need the input.
+    """
     version = state._version
     try:
-        output: Tensor = block(state)
+        output = block(state)
     except RuntimeError as error:
         # Autograd's own words when the input is a leaf.
         if "in-place operation" not in str(error):
             raise
         version = -1
+    wrong = None
     if version != state._version:
-        raise ValueError(
-            f"a block ({type(block).__name__}) modifies its input in place; make its first operation out of place"
+        wrong = "modifies its input in place; make its first operation out of place"
+    elif not isinstance(output, Tensor):
+        wrong = f"returns a {type(output).__name__}; a block gives one tensor: wrap it so that it does"
+    elif not output.is_floating_point():
+        wrong = (
+            f"gives states of type {output.dtype}, through which no adjoint can pass; let it give real values, or put "
+            "it and the next block into one"
         )
-    return output
+    if wrong is not None:
+        raise ValueError(f"block {index} ({type(block).__name__}) {wrong}")
+    return output  # type: ignore[no-any-return]
+
+
+def _read(model: Chain, boundary: int, state: Tensor, labels: Tensor) -> Tensor:
+    """L(x(s)); 0 if no label counts, where a mean would not be a number."""
+    if not count_labels(model.loss, labels):
+        return model.predict(boundary, state).sum() * 0
+    return model.loss_at(boundary, state, labels)
 
 
 def _differentiate(loss: Tensor, prefix: str, module: nn.Module) -> Gradients:

@@ -10,12 +10,20 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from mpc_dist.task import TaskKind
 from mpc_dist.validation import check_whole
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-"""(prediction, labels) -> scalar, averaged over the batch."""
+"""(prediction, labels) -> scalar: the mean over the labels that count.
+
+How many count is what micro-batches and replicas are weighed by: all but those marked `IGNORED` (or by the loss's own
+`ignore_index`, and by class weights, as in torch's losses), or what the loss says by a method `count(labels)`.
+"""
+
+IGNORED = -100
+"""The label of a position that is not predicted, as everywhere in torch."""
 
 ReadoutKind = Literal["identity", "pool", "project", "local", "shared"]
 MOST_LAYERS = 4
@@ -110,6 +118,12 @@ class Shared(nn.Module):
         """Read through another copy of the head from now on."""
         self._head = (head,)
 
+    def train(self, mode: bool = True) -> "Shared":
+        """Set the head's mode too, likewise."""
+        self.head.train(mode)
+        super().train(mode)
+        return self
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Shared":
         """Move or convert the head too: on most ranks nobody else owns it."""
         self.head._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -157,6 +171,39 @@ class LinearHead(nn.Module):
         return prediction
 
 
+def check_loss(loss: Loss) -> None:
+    """Raise unless the loss is a mean, as far as it says."""
+    reduction = getattr(loss, "reduction", "mean")
+    if reduction != "mean":
+        raise ValueError(f"the loss has reduction {reduction!r}; use 'mean': micro-batches are weighed by their labels")
+
+
+def count_labels(loss: Loss, labels: Tensor) -> float:
+    """What these labels weigh: how many of them the mean is taken over."""
+    own = getattr(loss, "count", None)
+    if own is not None:
+        return float(own(labels))
+    if labels.is_floating_point() or isinstance(labels, FakeTensor):  # a fake one has no values
+        return float(labels.numel())
+    kept = find_valid(loss, labels)
+    weights = getattr(loss, "weight", None)
+    return float(kept.sum()) if weights is None else float(weights.to(labels.device)[labels[kept]].sum())
+
+
+def find_valid(loss: Loss, labels: Tensor) -> Tensor:
+    """Which class labels the loss does not pass over."""
+    return labels != getattr(loss, "ignore_index", IGNORED)
+
+
+def read_loss(loss: Loss, prediction: Tensor, labels: Tensor) -> Tensor:
+    """The loss in float32 at least, whatever the prediction's precision; some label must count."""
+    value = loss(prediction.float() if prediction.itemsize < 4 else prediction, labels)
+    if not isinstance(value, Tensor) or value.ndim:
+        found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise ValueError(f"the loss gives {found}; it must be a scalar tensor, the mean over the batch")
+    return value
+
+
 def mean_squared_error(prediction: Tensor, labels: Tensor) -> Tensor:
     """The squared error averaged over batch and dimensions; the shapes must agree."""
     if prediction.shape != labels.shape:
@@ -168,7 +215,7 @@ def mean_squared_error(prediction: Tensor, labels: Tensor) -> Tensor:
 
 
 def cross_entropy(prediction: Tensor, labels: Tensor) -> Tensor:
-    """The cross-entropy of logits (..., classes) against labels (...), averaged over all positions."""
+    """The cross-entropy of logits (..., classes) against labels (...), averaged over the positions not `IGNORED`."""
     if prediction.shape[:-1] != labels.shape:
         raise ValueError(
             f"the readout predicts shape {tuple(prediction.shape)}, so labels need {tuple(prediction.shape[:-1])}, "

@@ -5,12 +5,11 @@ One process computes the exact gradients; a step takes the time that the simulat
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice
 
 from matplotlib.figure import Figure
 
 from mpc_dist.bench.rows import Row
-from mpc_dist.data import Batch, Batches, Dataset
+from mpc_dist.data import Batches, Dataset
 from mpc_dist.gradient import eager_mpc_gradients
 from mpc_dist.planner.adapt import GrowingHorizon
 from mpc_dist.profile import measure_angles
@@ -18,7 +17,7 @@ from mpc_dist.schedule import Costs, build_schedule, lay_out, simulate
 from mpc_dist.training.config import Config
 from mpc_dist.training.optimizer import build_optimizer
 from mpc_dist.training.planning import build_whole_chain, place
-from mpc_dist.training.trial import evaluate
+from mpc_dist.training.trial import evaluate, read_tests
 from mpc_dist.windows import tumbling
 
 NUM_EVALUATIONS = 24
@@ -96,7 +95,7 @@ def _train(
     named = {name: parameter for name, parameter in chain.named_parameters() if parameter.requires_grad}
     optimizer = build_optimizer(config.optimizer, list(named.values()))
     batches = Batches(data.train, batch_size=config.batch_size, seed=config.seed)
-    tests = _tests(config, data)
+    tests = read_tests(config, data)
     rule = GrowingHorizon(num_stages)
     time, step, recent = 0.0, 0, []
     times, losses, changes = [0.0], [evaluate(chain, tests)], []
@@ -123,11 +122,6 @@ def _train(
             times.append(time)
             losses.append(evaluate(chain, tests))
     return Curve(tuple(times), tuple(losses), tuple(changes))
-
-
-def _tests(config: Config, data: Dataset) -> list[Batch]:
-    batches = Batches(data.test, batch_size=config.batch_size, seed=0, shuffle=False)
-    return [place(batch, config) for batch in islice(batches, config.training.eval_batches)]
 
 
 def draw_curves(curves: dict[str, Curve]) -> Figure:

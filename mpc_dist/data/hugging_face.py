@@ -3,18 +3,18 @@
 Local folders only, in parquet, arrow or JSON, or as `save_to_disk` wrote them; nothing that a folder holds is executed.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
-from mpc_dist.data.dataset import MAX_SEED, Dataset, Indices, Split
+from mpc_dist.data.dataset import MAX_SEED, Dataset, Indices
 from mpc_dist.data.image_folder import TEST_NAMES, TRAIN_NAMES
 from mpc_dist.data.pixels import PictureSettings, choose_test_samples
-from mpc_dist.data.text import cut_into_chunks
+from mpc_dist.data.text import Tokens, TokenSplit, shrink_tokens
 from mpc_dist.task import Task
 from mpc_dist.validation import check_real, check_whole
 
@@ -68,27 +68,27 @@ class HfTextData:
             vocabulary = max(len(tokenizer), largest + 1)
         else:
             vocabulary = largest + 1 if _holds_ids(tables["train"], self.column) else 256
-        train, test = (cut_into_chunks(ids, self.context) for ids in tokens.values())
+        train, test = (TokenSplit(ids, self.context) for ids in tokens.values())
         return Dataset(Task("tokens", (self.context,), vocabulary), train, test)
 
-    def _tokenise(self, table: Any, tokenizer: Any) -> NDArray[np.int64]:
-        parts: list[NDArray[np.int64]] = []
+    def _tokenise(self, table: Any, tokenizer: Any) -> Tokens:
+        holds_ids = _holds_ids(table, self.column)
+        end = [] if tokenizer is None or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        parts: list[Tokens] = []
         for rows in _batches_of(table, self.column):
             if any(row is None for row in rows):
                 raise ValueError(f"{self.path} has an empty cell in column {self.column!r}; remove such rows")
-            if _holds_ids(table, self.column):
-                ended = rows
-            elif tokenizer is None:
-                ended = [[*row.encode(), 0] for row in rows]
-            else:
-                end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+            if not holds_ids and tokenizer is None:
+                parts.append(np.frombuffer(b"".join(row.encode() + b"\0" for row in rows), dtype=np.uint8))
+                continue
+            if not holds_ids:
                 found = tokenizer(rows, add_special_tokens=False, verbose=False)["input_ids"]
-                ended = [[*row, *end] for row in found]
-            parts += [np.array(row, dtype=np.int64) for row in ended]
-        ids = np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
-        if len(ids) and ids.min() < 0:
-            raise ValueError(f"{self.path} has the token id {ids.min()} in column {self.column!r}; ids begin at 0")
-        return ids
+                rows = [[*row, *end] for row in found]
+            ids = np.fromiter(itertools.chain.from_iterable(rows), dtype=np.int64)
+            if len(ids) and ids.min() < 0:
+                raise ValueError(f"{self.path} has the token id {ids.min()} in column {self.column!r}; ids begin at 0")
+            parts.append(shrink_tokens(ids))
+        return np.concatenate(parts) if parts else np.zeros(0, dtype=np.uint8)
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,12 @@ class HfImagesData(PictureSettings):
         labels = {name: [*table[self.label_column]] for name, table in tables.items()}
         numbers, num_classes = _number_classes(labels, self.label_column, tables["train"].features)
         train, test = (
-            self._split(pictures[name], numbers[name], augment=self.augment and name == "train") for name in tables
+            self.build_split(
+                TablePictures(pictures[name], self.image_column, self.path),
+                numbers[name],
+                augment=self.augment and name == "train",
+            )
+            for name in tables
         )
         return Dataset(self.build_task(num_classes), train, test)
 
@@ -132,15 +137,23 @@ class HfImagesData(PictureSettings):
                 )
         return column.cast_column(self.image_column, datasets.Image(decode=False))
 
-    def _split(self, table: Any, labels: NDArray[np.int64], *, augment: bool) -> Split:
-        return self.build_split(lambda index: self._decode(table, index), labels, augment=augment)
 
-    def _decode(self, table: Any, index: int) -> Any:
+@dataclass(frozen=True)
+class TablePictures:
+    """Pictures in a column of a table."""
+
+    table: Any
+    column: str
+    path: str
+    """Where the table is."""
+
+    def open(self, index: int) -> Any:
+        """The picture, decoded."""
         import io
 
         from PIL import Image
 
-        cell = table[index][self.image_column]
+        cell = self.table[index][self.column]
         try:
             source = io.BytesIO(cell["bytes"]) if cell["bytes"] is not None else cell["path"]
             with Image.open(source) as picture:
@@ -148,6 +161,15 @@ class HfImagesData(PictureSettings):
                 return picture
         except Exception as error:  # PIL raises many types for what is no picture
             raise ValueError(f"picture {index} of {self.path} cannot be read: {error}; mend or remove it") from error
+
+    def read_raw(self, index: int) -> bytes:
+        """The picture's file, or the bytes in the cell."""
+        cell = self.table[index][self.column]
+        try:
+            content: bytes = cell["bytes"] if cell["bytes"] is not None else Path(cell["path"]).read_bytes()
+        except (OSError, TypeError) as error:  # no file, or not even a path
+            raise ValueError(f"picture {index} of {self.path} cannot be read: {error}; mend or remove it") from error
+        return content
 
 
 def _read_splits(

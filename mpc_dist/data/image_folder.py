@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mpc_dist.data.dataset import Dataset, Split
+from mpc_dist.data.dataset import Dataset
 from mpc_dist.data.pixels import PictureSettings, choose_test_samples
 
 SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
@@ -38,36 +38,50 @@ class ImageFolderData(PictureSettings):
             )
         train, test = (_find_split(folder, names) for names in (TRAIN_NAMES, TEST_NAMES))
         classes = _subfolders(train or folder)
-        paths, labels = _list_pictures(train or folder, classes)
+        paths, labels = _list_pictures(folder, train or folder, classes)
         if test is not None and train is None:
             raise ValueError(f"data.folder {folder} has {test.name} but no train; name the training folder 'train'")
         if test is not None:
             _check_classes(test, classes)
-            test_paths, test_labels = _list_pictures(test, classes)
+            test_paths, test_labels = _list_pictures(folder, test, classes)
         else:
             first, second = choose_test_samples(len(paths), self.test_fraction, self.seed, what=f"data.folder {folder}")
             test_paths, test_labels = [paths[i] for i in second], labels[second]
             paths, labels = [paths[i] for i in first], labels[first]
         return Dataset(
             self.build_task(len(classes)),
-            self._split(paths, labels, augment=self.augment),
-            self._split(test_paths, test_labels, augment=False),
+            self.build_split(FolderPictures(self.folder, paths), labels, augment=self.augment),
+            self.build_split(FolderPictures(self.folder, test_paths), test_labels, augment=False),
         )
 
-    def _split(self, paths: Sequence[Path], labels: Any, *, augment: bool) -> Split:
-        return self.build_split(lambda index: open_picture(paths[index]), labels, augment=augment)
 
+@dataclass(frozen=True)
+class FolderPictures:
+    """Picture files below a folder."""
 
-def open_picture(path: Path) -> Any:
-    """The picture, decoded."""
-    from PIL import Image
+    folder: str
+    names: Sequence[str]
+    """Their paths in it."""
 
-    try:
-        with Image.open(path) as picture:
-            picture.load()
-            return picture
-    except Exception as error:  # PIL raises many types for a file that is no picture
-        raise ValueError(f"picture {path} cannot be read: {error}; mend or remove it") from error
+    def open(self, index: int) -> Any:
+        """The picture, decoded."""
+        from PIL import Image
+
+        path = Path(self.folder) / self.names[index]
+        try:
+            with Image.open(path) as picture:
+                picture.load()
+                return picture
+        except Exception as error:  # PIL raises many types for a file that is no picture
+            raise ValueError(f"picture {path} cannot be read: {error}; mend or remove it") from error
+
+    def read_raw(self, index: int) -> bytes:
+        """The file's name and content."""
+        path = Path(self.folder) / self.names[index]
+        try:
+            return self.names[index].encode(errors="surrogateescape") + path.read_bytes()
+        except OSError as error:
+            raise ValueError(f"picture {path} cannot be read: {error}; mend or remove it") from error
 
 
 def _find_split(folder: Path, names: Sequence[str]) -> Path | None:
@@ -87,12 +101,13 @@ def _check_classes(test: Path, classes: list[str]) -> None:
         raise ValueError(f"{test} has the class {unknown[0]!r}, which the training pictures lack; make them agree")
 
 
-def _list_pictures(folder: Path, classes: list[str]) -> tuple[list[Path], Any]:
-    paths: list[Path] = []
+def _list_pictures(top: Path, folder: Path, classes: list[str]) -> tuple[list[str], Any]:
+    """The pictures of a folder of classes, by their paths in the folder at the top, and their classes."""
+    paths: list[str] = []
     labels: list[int] = []
     for label, name in enumerate(classes):
         found = sorted(path for path in (folder / name).rglob("*") if path.suffix.lower() in SUFFIXES)
-        paths += found
+        paths += [str(path.relative_to(top)) for path in found]
         labels += [label] * len(found)
     if not paths:
         raise ValueError(f"{folder} has no pictures in its subfolders; known endings: {', '.join(sorted(SUFFIXES))}")

@@ -3,6 +3,7 @@
 CIFAR files are pickles and untrusted: see `mpc_dist/data/untrusted.py`.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -12,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mpc_dist.data.dataset import Batch, Dataset, Indices, Split
+from mpc_dist.data.dataset import Dataset, Indices, Noise, Split
 from mpc_dist.data.untrusted import load_untrusted
 from mpc_dist.task import Task
 from mpc_dist.validation import check_whole
@@ -118,7 +119,7 @@ def _load_cifar(folder: Path, layout: CifarLayout, *, augment: bool, num_kept: i
         kept = labels < num_kept
         if not kept.any():
             raise ValueError(f"CIFAR files {names} in {folder} hold no image of the first {num_kept} classes")
-        return _image_split(images[kept], labels[kept], augment=augment)
+        return ImageSplit(images[kept], labels[kept], num_random=3 if augment else 0)
 
     task = Task("classification", (3, 32, 32), num_kept)
     return Dataset(task, read(layout.train_files, augment=augment), read((layout.test_file,), augment=False))
@@ -143,22 +144,41 @@ def read_cifar_file(path: Path, label_key: bytes, num_classes: int) -> tuple[NDA
     return images.reshape(-1, 3, 32, 32), np.array(values, dtype=np.int64)
 
 
-def _image_split(images: NDArray[np.uint8], labels: NDArray[np.int64], *, augment: bool) -> Split:
-    mean, std = (torch.tensor(values, dtype=torch.float32).view(1, 3, 1, 1) for values in (MEAN, STD))
-    classes = torch.from_numpy(labels)
+@dataclass(frozen=True)
+class ImageSplit(Split):
+    """Images held as bytes, normalised when they are read."""
 
-    def gather(indices: Indices, rng: np.random.Generator) -> Batch:
-        chosen = _shift_and_mirror(images[indices], rng) if augment else images[indices]
-        pixels: Tensor = torch.from_numpy(chosen).float() / 255
-        return (pixels - mean) / std, classes[torch.from_numpy(indices)]
+    images: NDArray[np.uint8]
+    """(N, 3, 32, 32)."""
+    labels: NDArray[np.int64]
+    num_random: int = 0
+    """3 for images that are shifted and mirrored at random, 0 for those that are not."""
 
-    return Split(len(images), gather)
+    @property
+    def num_samples(self) -> int:
+        """How many images there are."""
+        return len(self.images)
+
+    def read_inputs(self, indices: Indices, noise: Noise) -> Tensor:
+        """These images, with values of mean 0 and spread 1 or thereabouts."""
+        mean, std = (torch.tensor(values, dtype=torch.float32).view(1, 3, 1, 1) for values in (MEAN, STD))
+        chosen = _shift_and_mirror(self.images[indices], noise) if self.num_random else self.images[indices]
+        return (torch.from_numpy(chosen).float() / 255 - mean) / std
+
+    def read_labels(self, indices: Indices) -> Tensor:
+        """Their classes."""
+        return torch.from_numpy(self.labels[indices])
+
+    def read_raw(self, indices: Indices) -> Iterator[bytes]:
+        """The images' own bytes, and all classes."""
+        yield self.images[indices].tobytes()
+        yield self.labels.tobytes()
 
 
-def _shift_and_mirror(images: NDArray[np.uint8], rng: np.random.Generator) -> NDArray[np.uint8]:
+def _shift_and_mirror(images: NDArray[np.uint8], noise: Noise) -> NDArray[np.uint8]:
     """Crop each image at random from its zero-padded self, and mirror it with probability one half."""
     padded = np.pad(images, ((0, 0), (0, 0), (4, 4), (4, 4)))
-    shifts, mirrored = rng.integers(0, 9, (len(images), 2)), rng.random(len(images)) < 0.5
+    shifts, mirrored = (9 * noise[:, :2]).astype(np.int64), noise[:, 2] < 0.5
     out = np.empty_like(images)
     for i, (down, right) in enumerate(shifts):
         crop = padded[i, :, down : down + 32, right : right + 32]

@@ -1,19 +1,30 @@
 """Batches of classified images that are decoded when they are gathered: resized, normalised, mirrored at random."""
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from mpc_dist.data.dataset import MAX_SEED, Batch, Indices, Split
+from mpc_dist.data.dataset import MAX_SEED, Indices, Noise, Split
 from mpc_dist.data.images import MEAN, STD
 from mpc_dist.task import Task
 from mpc_dist.validation import check_real, check_whole
 
 _TEST_SAMPLES = 4  # first word of a generator's key; see mpc_dist/data/dataset.py
+
+
+class Pictures(Protocol):
+    """Where pictures are kept; picklable."""
+
+    def open(self, index: int) -> Any:
+        """The picture as PIL decodes it."""
+
+    def read_raw(self, index: int) -> bytes:
+        """The picture as it is kept."""
 
 
 @dataclass(frozen=True)
@@ -51,31 +62,61 @@ class PictureSettings:
         """Classification of such pictures."""
         return Task("classification", (self.channels, self.size, self.size), num_classes)
 
-    def build_split(self, open_picture: Callable[[int], Any], labels: NDArray[np.int64], *, augment: bool) -> Split:
-        """The pictures that PIL opens by index, with their classes."""
-        classes = torch.from_numpy(labels)
+    def build_split(self, pictures: Pictures, labels: NDArray[np.int64], *, augment: bool) -> Split:
+        """These pictures with their classes."""
+        return PictureSplit(pictures, labels, self, num_random=1 if augment else 0)
+
+    def decode(self, picture: Any) -> NDArray[np.uint8]:
+        """The picture's pixels, channels first."""
+        from PIL import ImageOps
+
+        plain = picture.convert("RGB" if self.channels == 3 else "L")
+        pixels: NDArray[np.uint8] = np.asarray(ImageOps.fit(plain, (self.size, self.size)), dtype=np.uint8)
+        return np.moveaxis(pixels.reshape(self.size, self.size, self.channels), 2, 0)
+
+    def normalise(self, pixels: NDArray[np.uint8]) -> Tensor:
+        """Pixels of several pictures as the network sees them."""
         mean, std = (self._per_channel(values) for values in (self.mean, self.std))
+        return (torch.from_numpy(pixels).float() / 255 - mean) / std
 
-        def gather(indices: Indices, rng: np.random.Generator) -> Batch:
-            pixels = np.stack([self._read(open_picture, int(index)) for index in indices])
-            if augment:
-                is_mirrored = rng.random(len(indices)) < 0.5
-                pixels[is_mirrored] = pixels[is_mirrored, :, :, ::-1]
-            inputs = torch.from_numpy(pixels).float() / 255
-            return (inputs - mean) / std, classes[torch.from_numpy(indices)]
-
-        return Split(len(labels), gather)
-
-    def _per_channel(self, values: tuple[float, ...]) -> torch.Tensor:
+    def _per_channel(self, values: tuple[float, ...]) -> Tensor:
         numbers = values if len(values) == self.channels else (sum(values) / len(values),) * self.channels
         return torch.tensor(numbers, dtype=torch.float32).view(1, self.channels, 1, 1)
 
-    def _read(self, open_picture: Callable[[int], Any], index: int) -> NDArray[np.uint8]:
-        from PIL import ImageOps
 
-        picture = open_picture(index).convert("RGB" if self.channels == 3 else "L")
-        pixels: NDArray[np.uint8] = np.asarray(ImageOps.fit(picture, (self.size, self.size)), dtype=np.uint8)
-        return np.moveaxis(pixels.reshape(self.size, self.size, self.channels), 2, 0)
+@dataclass(frozen=True)
+class PictureSplit(Split):
+    """Classified pictures that are decoded when they are read."""
+
+    pictures: Pictures
+    labels: NDArray[np.int64]
+    settings: PictureSettings
+    num_random: int = 0
+    """1 for pictures that are mirrored at random, 0 for those that are not."""
+    is_decoded: bool = True
+
+    @property
+    def num_samples(self) -> int:
+        """How many pictures there are."""
+        return len(self.labels)
+
+    def read_inputs(self, indices: Indices, noise: Noise) -> Tensor:
+        """These pictures, decoded and normalised."""
+        pixels = np.stack([self.settings.decode(self.pictures.open(int(index))) for index in indices])
+        if self.num_random:
+            is_mirrored = noise[:, 0] < 0.5
+            pixels[is_mirrored] = pixels[is_mirrored, :, :, ::-1]
+        return self.settings.normalise(pixels)
+
+    def read_labels(self, indices: Indices) -> Tensor:
+        """Their classes."""
+        return torch.from_numpy(self.labels[indices])
+
+    def read_raw(self, indices: Indices) -> Iterator[bytes]:
+        """The pictures as they are kept, and all classes: nothing is decoded."""
+        for index in indices:
+            yield self.pictures.read_raw(int(index))
+        yield self.labels.tobytes()
 
 
 def choose_test_samples(num_samples: int, fraction: float, seed: int, *, what: str) -> tuple[Indices, Indices]:

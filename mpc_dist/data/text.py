@@ -1,18 +1,23 @@
 """Next-token prediction on the bytes or characters of any text; without a path, of Python's standard library."""
 
+import sys
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from mpc_dist.data.dataset import Batch, Dataset, Indices, Split
+from mpc_dist.data.dataset import Dataset, Indices, Noise, Split
 from mpc_dist.task import Task
-from mpc_dist.validation import check_real, check_whole
+from mpc_dist.validation import check_memory, check_real, check_whole
+
+Tokens = NDArray[np.unsignedinteger[Any]]
+"""Token ids, in as few bytes each as they need."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class TextData:
                     f"the {part} part of {self.path or 'the text'} has {len(part_tokens)} {self.unit}, too few for a "
                     f"data.context of {self.context} plus 1; use more text, a smaller context or another test_fraction"
                 )
-        train, test = (cut_into_chunks(part_tokens, self.context) for part_tokens in parts.values())
+        train, test = (TokenSplit(part_tokens, self.context) for part_tokens in parts.values())
         return Dataset(Task("tokens", (self.context,), vocabulary), train, test)
 
     def _files(self) -> list[Path]:
@@ -67,20 +72,26 @@ class TextData:
         return files
 
 
-def _read(files: Sequence[Path], max_bytes: int | None) -> tuple[bytes, bool]:
+def _read(files: Sequence[Path], max_bytes: int | None) -> tuple[bytearray, bool]:
     """The files' bytes, one after another, up to the limit; and whether the limit cut them."""
-    raw = b""
+    check_memory(
+        "the text", sum(file.stat().st_size for file in files) if max_bytes is None else 0, "set data.max_bytes"
+    )
+    raw = bytearray()  # grows in place: joined bytes would be copied for every file
     for path in files:
-        raw += path.read_bytes()
+        with path.open("rb") as file:
+            # One more than may be kept tells whether there was more.
+            raw += file.read() if max_bytes is None else file.read(max_bytes + 1 - len(raw))
         if max_bytes is not None and len(raw) > max_bytes:
-            return raw[:max_bytes], True
+            del raw[max_bytes:]
+            return raw, True
     return raw, False
 
 
-def _tokenise(raw: bytes, unit: Literal["bytes", "characters"], *, is_cut: bool) -> tuple[NDArray[np.int64], int]:
+def _tokenise(raw: bytearray, unit: Literal["bytes", "characters"], *, is_cut: bool) -> tuple[Tokens, int]:
     """Token ids and the size of the vocabulary."""
     if unit == "bytes":
-        return np.frombuffer(raw, dtype=np.uint8).astype(np.int64), 256
+        return np.frombuffer(raw, dtype=np.uint8), 256
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -89,17 +100,38 @@ def _tokenise(raw: bytes, unit: Literal["bytes", "characters"], *, is_cut: bool)
             raise ValueError(f"the text is not UTF-8 at byte {error.start}; use data.unit 'bytes'") from error
         text = raw[: error.start].decode("utf-8")
     codes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
-    alphabet, ids = np.unique(codes, return_inverse=True)
-    return ids.astype(np.int64), max(len(alphabet), 1)
+    occurs = np.zeros(sys.maxunicode + 1, dtype=bool)
+    occurs[codes] = True
+    ids = shrink_tokens(np.cumsum(occurs) - 1)  # of every character, its place among those that occur
+    return ids[codes], max(int(occurs.sum()), 1)
 
 
-def cut_into_chunks(tokens: NDArray[np.int64], context: int) -> Split:
-    """Non-overlapping chunks: an epoch reads every token once."""
-    text = torch.from_numpy(tokens)
-    offsets = torch.arange(context + 1)
+def shrink_tokens(ids: NDArray[np.int64]) -> Tokens:
+    """The same numbers in the fewest bytes each: text in memory should not be eight times its file."""
+    largest = int(ids.max(initial=0))
+    return ids.astype(np.min_scalar_type(largest))
 
-    def gather(indices: Indices, _: np.random.Generator) -> Batch:
-        windows = text[torch.from_numpy(indices * context)[:, None] + offsets]
-        return windows[:, :-1], windows[:, 1:]
 
-    return Split((len(tokens) - 1) // context, gather)
+@dataclass(frozen=True)
+class TokenSplit(Split):
+    """Non-overlapping chunks of a text: an epoch reads every token once."""
+
+    tokens: Tokens
+    context: int
+
+    @property
+    def num_samples(self) -> int:
+        """How many whole chunks there are, with a token after each."""
+        return (len(self.tokens) - 1) // self.context
+
+    def read_inputs(self, indices: Indices, _: Noise) -> Tensor:
+        """These chunks."""
+        return self._read(indices, 0)
+
+    def read_labels(self, indices: Indices) -> Tensor:
+        """The chunks that begin one token later."""
+        return self._read(indices, 1)
+
+    def _read(self, indices: Indices, shift: int) -> Tensor:
+        places = (indices * self.context)[:, None] + np.arange(shift, self.context + shift)
+        return torch.from_numpy(self.tokens[places].astype(np.int64))

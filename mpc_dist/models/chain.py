@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
-from mpc_dist.readout import Identity, Loss
+from mpc_dist.readout import Identity, Loss, check_loss, read_loss
 from mpc_dist.validation import check_whole
 from mpc_dist.windows import Windows
 
@@ -28,6 +28,7 @@ class Chain(nn.Module):
             check_whole("readout boundary", boundary, minimum=1, maximum=len(blocks))
         self.blocks = nn.ModuleList(blocks)
         self.readouts = nn.ModuleDict({str(boundary): readouts[boundary] for boundary in sorted(readouts)})
+        check_loss(loss)
         self.loss = loss
         self._check_nothing_shared()
 
@@ -47,8 +48,8 @@ class Chain(nn.Module):
         return prediction
 
     def loss_at(self, boundary: int, state: Tensor, labels: Tensor) -> Tensor:
-        """L(x(s)): the loss read from the state at that boundary."""
-        return self.loss(self.predict(boundary, state), labels)
+        """L(x(s)): the loss read from the state at that boundary; some label must count."""
+        return read_loss(self.loss, self.predict(boundary, state), labels)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """The prediction at the last boundary."""

@@ -149,14 +149,17 @@ class StageProbe:
         self._held: list[HeldBlock] = []
         self._first_adjoints: dict[int, Tensor] = {}  # dL(x(s))/dx(s)
 
-    def forward(self, state: Tensor, labels: Tensor, *, share: float = 1.0) -> Tensor:
-        """Run the blocks and read every loss that is needed; `share` weighs this micro-batch."""
+    def forward(self, state: Tensor, labels: Tensor | None, *, share: float = 1.0) -> Tensor:
+        """Run the blocks and read every loss that is needed; `share` weighs this micro-batch, 0: it has no label."""
         for boundary, block in enumerate(self._blocks, start=self._first + 1):
-            self._held.append(HeldBlock.run(block, state))
+            self._held.append(HeldBlock.run(block, state, boundary - 1))
             state = self._held[-1].output.detach().requires_grad_()
-            if boundary in self.lowest:
+            if boundary in self.lowest and share:
+                assert labels is not None
                 (adjoint,) = torch.autograd.grad(self._loss_at(boundary, state, labels), state)
                 self._first_adjoints[boundary] = adjoint if share == 1 else adjoint * share
+            elif boundary in self.lowest:
+                self._first_adjoints[boundary] = torch.zeros_like(state)
         return state.detach()
 
     def backward(self, adjoints: dict[int, Tensor], advance: Callable[[], None] = lambda: None) -> dict[int, Tensor]:

@@ -96,7 +96,7 @@ def _count_bytes(chain: Chain, inputs: Tensor, labels: Tensor) -> tuple[list[int
     with SavedBytes(given) as count:
         for boundary, block in enumerate(chain.blocks, start=1):
             before = count.live
-            held.append(HeldBlock.run(block, states[-1]))
+            held.append(HeldBlock.run(block, states[-1], boundary - 1))
             saved.append(count.live - before)
             states.append(held[-1].output.detach())
             before = count.peak = count.live
@@ -107,7 +107,7 @@ def _count_bytes(chain: Chain, inputs: Tensor, labels: Tensor) -> tuple[list[int
     shared = []
     for t, block in enumerate(chain.blocks):
         with SavedBytes(given) as alone:
-            one = HeldBlock.run(block, states[t])
+            one = HeldBlock.run(block, states[t], t)
         shared.append(max(0, alone.live - saved[t]) if t else 0)
         del one
     return saved, shared, read, states
@@ -123,7 +123,7 @@ def _time_round(
     held: list[HeldBlock] = []
     forward, reading, input_grad, whole = [], [], [0.0] * chain.num_blocks, [0.0] * chain.num_blocks
     for t, block in enumerate(chain.blocks):
-        forward.append(clock(lambda t=t, block=block: held.append(HeldBlock.run(block, states[t]))))  # type: ignore[misc]
+        forward.append(clock(lambda t=t, block=block: held.append(HeldBlock.run(block, states[t], t))))  # type: ignore[misc]
         reading.append(clock(lambda t=t: _read(chain, t + 1, states[t + 1], labels)))  # type: ignore[misc]
     adjoints = [torch.ones_like(one.output) for one in held]
     for t in reversed(range(1, chain.num_blocks)):

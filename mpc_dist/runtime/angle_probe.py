@@ -7,17 +7,16 @@ they, not the gradients, are gathered.
 from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from mpc_dist.profile.angle import AngleProfile, Gram, StageProbe, needed_readouts
 from mpc_dist.profile.unchanged import unchanged
-from mpc_dist.readout import Loss
+from mpc_dist.readout import Loss, read_loss
 from mpc_dist.runtime.mesh import Mesh
+from mpc_dist.runtime.microbatch import MicroBatches, Shares
 from mpc_dist.runtime.transport import Transport
 from mpc_dist.schedule.action import Action, Op
 from mpc_dist.windows import Windows
-
-MicroBatches = tuple[Sequence[Tensor], Sequence[Tensor]]
 
 
 def probe_angles(
@@ -37,21 +36,25 @@ def probe_angles(
     modules = nn.ModuleList([*blocks.values(), *readouts.values()])
     grams = []
     with unchanged(modules):
-        for inputs, labels in batches:
+        for batch in batches:
+            shares = Shares(batch.counts)
             probe = StageProbe(
                 [blocks[t] for t in sorted(blocks)],
                 first,
-                lambda boundary, state, given: loss(readouts[boundary](state), given),
+                lambda boundary, state, given: read_loss(loss, readouts[boundary](state), given),
                 needed,
             )
             # The adjoints that enter from the rank above, and those that go on to the rank below.
             entering = [s for s, stop in sorted(probe.lowest.items()) if s > last + 1 and stop <= last]
             leaving = [s for s, stop in sorted(probe.lowest.items()) if s > first and stop < first]
-            for m, (x, y) in enumerate(zip(inputs, labels, strict=True)):
+            for m in range(batch.number):
+                # Without a label that counts, a micro-batch has no gradient.
+                share = shares.of(m) if batch.counts and batch.counts[m] else 0.0
                 activation = Action(Op.RECEIVE_ACTIVATION, first, m)
                 adjoints = [Action(Op.RECEIVE_ADJOINT, last, m, s) for s in entering]
                 transport.expect([*([activation] if mesh.stage else []), *adjoints])
-                state = probe.forward(transport.receive(activation) if mesh.stage else x, y, share=1 / len(inputs))
+                source = transport.receive(activation) if mesh.stage else batch.inputs[m]
+                state = probe.forward(source, batch.labels[m] if batch.labels else None, share=share)
                 if mesh.stage + 1 < mesh.num_stages:
                     transport.send(Action(Op.SEND_ACTIVATION, last, m), state)
                 arrived = {s: transport.receive(action) for s, action in zip(entering, adjoints, strict=True)}

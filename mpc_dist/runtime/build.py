@@ -6,6 +6,7 @@ from datetime import timedelta
 import torch
 from torch import nn
 
+from mpc_dist.models.chain import Chain
 from mpc_dist.readout import Identity, Loss
 from mpc_dist.runtime.mesh import Launch, build_mesh
 from mpc_dist.runtime.pipeline import DEFAULT_TIMEOUT, Pipeline
@@ -37,6 +38,8 @@ def build_pipeline(
     sizes = tuple(partition) if partition is not None else split_evenly(len(blocks), launch.world_size)
     windows = horizon if isinstance(horizon, Windows) else expand(tumbling(len(sizes), horizon), sizes)
     layout = lay_out(windows, sizes)
+    # On every rank, also for what it does not own: tied weights would part, and a missing readout hang the others.
+    Chain(blocks, loss, readouts).check_windows(windows)
     device_type = device or ("cuda" if torch.cuda.is_available() else "cpu")
     mesh = build_mesh(launch, num_stages=len(sizes), device_type=device_type, timeout=timeout)
     return Pipeline(

@@ -11,6 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from mpc_dist.runtime.guard import Finding, Guard
+from mpc_dist.runtime.microbatch import MicroBatches, Shares
+from mpc_dist.runtime.reducer import Reduction
 from mpc_dist.runtime.segment import Segment
 from mpc_dist.runtime.transport import Transport
 from mpc_dist.schedule.action import COMPUTE, RECEIVES, Action, Op, Program
@@ -23,7 +25,9 @@ class StepRecord:
     """What one step left on one rank."""
 
     losses: dict[int, list[Tensor]] = field(default_factory=dict)
-    """By segment boundary: the loss of each micro-batch, in order of the program."""
+    """By segment boundary: the mean loss of each micro-batch, in order of the program."""
+    counts: dict[int, list[float]] = field(default_factory=dict)
+    """How many labels each of these means is of."""
     timeline: list[Interval] = field(default_factory=list)
     """Compute and update actions with their times, if they were recorded."""
     started: float = 0.0
@@ -34,6 +38,8 @@ class StepRecord:
     """Whether the update was left out, here and on every other rank."""
     finding: Finding | None = None
     """The number that was not finite, if this rank met one."""
+    reductions: list[Reduction] = field(default_factory=list)
+    """When gradients travelled to the other replicas, bucket by bucket."""
 
     @property
     def busy_seconds(self) -> float:
@@ -51,6 +57,7 @@ class Executor:
         transport: Transport,
         work: Work,
         *,
+        on_last_backward: Callable[[int, bool], None] = lambda _index, _is_read: None,
         on_segment_done: Callable[[int], None],
         on_update: Callable[[StepRecord], None],
         record_times: bool = False,
@@ -61,6 +68,7 @@ class Executor:
         self._segments = segments
         self._transport = transport
         self._num_microbatches = work.num_microbatches
+        self._on_last_backward = on_last_backward
         self._on_segment_done = on_segment_done
         self._on_update = on_update
         self._record_times = record_times
@@ -90,6 +98,7 @@ class Executor:
         self._record = StepRecord()
         self._inputs: Sequence[Tensor] = ()
         self._labels: Sequence[Tensor] = ()
+        self._shares = Shares(())
         self._unread: dict[tuple[int, int], Tensor] = {}  # outputs whose loss has not been read yet
         self._activations: dict[tuple[int, int], Tensor] = {}  # entering (segment, micro-batch)
         self._adjoints: dict[tuple[int, int, int], Tensor] = {}  # at the output of (segment, micro-batch) of a readout
@@ -97,11 +106,11 @@ class Executor:
         self._outgoing: dict[Action, Tensor] = {}
         self._backwards_left: dict[int, int] = {}
 
-    def start_step(self, inputs: Sequence[Tensor], labels: Sequence[Tensor]) -> None:
+    def start_step(self, batch: MicroBatches, shares: Shares) -> None:
         """Begin a step on these micro-batches; a rank uses what it needs of them."""
         assert self._place == 0
         self._record = StepRecord(started=time.perf_counter())
-        self._inputs, self._labels = inputs, labels
+        self._inputs, self._labels, self._shares = batch.inputs, batch.labels, shares
         self._backwards_left = dict.fromkeys(self._segments, self._num_microbatches)
         self._transport.expect(self._receives)
 
@@ -179,8 +188,11 @@ class Executor:
     def _read(self, index: int, microbatch: int) -> None:
         """Read a segment's own loss: when its adjoint is first used, so that the next rank need not wait for it."""
         state = self._unread.pop((index, microbatch))
-        reading = self._segments[index].read(microbatch, state, self._labels[microbatch])
+        count = self._shares.counts[microbatch]
+        share = self._shares.of(microbatch) if count else 0.0
+        reading = self._segments[index].read(microbatch, state, self._labels[microbatch], share)
         self._record.losses.setdefault(index + 1, []).append(reading.loss)
+        self._record.counts.setdefault(index + 1, []).append(count)
         if self._is_guarded:
             block = self._segments[index].range[-1]
             self._guard.see("loss", block, microbatch, reading.loss)
@@ -231,9 +243,9 @@ class Executor:
 
     def _backward(self, action: Action) -> None:
         readout = self._carried[action.segment]
-        below = self._segments[action.segment].backward(
-            action.microbatch, self._target_adjoint(action), to_input=readout is not None
-        )
+        adjoint = self._target_adjoint(action)
+        self._announce_last(action)
+        below = self._segments[action.segment].backward(action.microbatch, adjoint, to_input=readout is not None)
         if readout is not None:
             assert below is not None
             self._pass_on(action, readout, below)
@@ -250,8 +262,14 @@ class Executor:
             self._see_adjoint(action, below)
 
     def _weight_half(self, action: Action) -> None:
+        self._announce_last(action)
         self._segments[action.segment].weight_half(action.microbatch)
         self._count_backward(action.segment)
+
+    def _announce_last(self, action: Action) -> None:
+        """Say that a segment's last backward of this step begins, and whether its own losses have all been read."""
+        if self._backwards_left[action.segment] == 1:
+            self._on_last_backward(action.segment, all(index != action.segment for index, _ in self._unread))
 
     def _count_backward(self, index: int) -> None:
         self._backwards_left[index] -= 1

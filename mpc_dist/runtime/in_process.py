@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 from mpc_dist.models.chain import Chain
 from mpc_dist.runtime.executor import StepRecord
-from mpc_dist.runtime.microbatch import split_batch
-from mpc_dist.runtime.stage import OptimizerFactory, Score, Stage, StageOptions
+from mpc_dist.runtime.microbatch import MicroBatches, cut
+from mpc_dist.runtime.randomness import undisturbed
+from mpc_dist.runtime.score import Score
+from mpc_dist.runtime.stage import OptimizerFactory, Stage, StageOptions, evaluating
 from mpc_dist.runtime.transport import connect_in_memory
 from mpc_dist.schedule import Layout, Schedule, validate
 
@@ -31,6 +33,7 @@ class InProcessPipeline:
         validate(schedule, layout)
         self.layout = layout
         self.schedule = schedule
+        self._loss = chain.loss
         transports = connect_in_memory(layout.num_ranks)
         self.stages = [
             Stage(
@@ -52,9 +55,13 @@ class InProcessPipeline:
         self, inputs: Tensor, labels: Tensor, *, contexts: Sequence[AbstractContextManager[object]] | None = None
     ) -> list[StepRecord]:
         """One optimizer step on a batch; a record per rank. Each rank's work runs in its context, if there are any."""
-        parts = split_batch(inputs, labels, self.schedule.num_microbatches)
+        batch = cut(inputs, labels, self.schedule.num_microbatches, self._loss)
+        with undisturbed(inputs.device):
+            return self._run(batch, contexts)
+
+    def _run(self, batch: MicroBatches, contexts: Sequence[AbstractContextManager[object]] | None) -> list[StepRecord]:
         for stage in self.stages:
-            stage.start_step(*parts)
+            stage.start_step(batch)
         records: dict[int, StepRecord] = {}
         while len(records) < len(self.stages):
             before = len(records)
@@ -72,18 +79,20 @@ class InProcessPipeline:
 
     def evaluate(self, inputs: Tensor, labels: Tensor) -> dict[int, Score]:
         """Loss and accuracy at every readout, by boundary."""
-        parts = split_batch(inputs, labels, self.schedule.num_microbatches)
+        batch = cut(inputs, labels, self.schedule.num_microbatches, self._loss)
+        modules = [part for stage in self.stages for part in (*stage.blocks.values(), *stage.readouts.values())]
         scores: dict[int, Score] = {}
-        waiting: list[Iterator[dict[int, Score] | None]] = [stage.evaluate(*parts) for stage in self.stages]
-        while waiting:
-            still = []
-            for passing in waiting:
-                found = next(passing)
-                if found is None:
-                    still.append(passing)
-                else:
-                    scores |= found
-            waiting = still
+        waiting: list[Iterator[dict[int, Score] | None]] = [stage.evaluate(batch) for stage in self.stages]
+        with evaluating(modules), undisturbed(inputs.device):
+            while waiting:
+                still = []
+                for passing in waiting:
+                    found = next(passing)
+                    if found is None:
+                        still.append(passing)
+                    else:
+                        scores |= found
+                waiting = still
         return dict(sorted(scores.items()))
 
 

@@ -17,12 +17,16 @@ from mpc_dist.runtime import state
 from mpc_dist.runtime.angle_probe import probe_angles
 from mpc_dist.runtime.description import receive_description, send_description
 from mpc_dist.runtime.executor import StepRecord
+from mpc_dist.runtime.groups import add_parameters
 from mpc_dist.runtime.guard import Guard
 from mpc_dist.runtime.mesh import Mesh, leave
-from mpc_dist.runtime.microbatch import split_batch
-from mpc_dist.runtime.reducer import AllReduceReducer
+from mpc_dist.runtime.microbatch import MicroBatches, Shares, cut
+from mpc_dist.runtime.randomness import undisturbed
+from mpc_dist.runtime.reducer import AllReduceReducer, bucket_bytes
+from mpc_dist.runtime.replicas import check_agreement
+from mpc_dist.runtime.score import Score
 from mpc_dist.runtime.shared_head import SharedHead, share_head
-from mpc_dist.runtime.stage import OptimizerFactory, Score, Stage, StageOptions
+from mpc_dist.runtime.stage import OptimizerFactory, Stage, StageOptions, evaluating
 from mpc_dist.runtime.transport import (
     ACTIVATIONS,
     ADJOINTS,
@@ -47,9 +51,17 @@ class StepResult:
 
     @cached_property
     def losses(self) -> dict[int, float]:
-        """Mean loss at each boundary that this rank reads; on a GPU, reading them waits for the step to finish."""
-        ends = self.layout.blocks
-        return {ends[s - 1].stop: float(torch.stack(values).mean()) for s, values in self.record.losses.items()}
+        """Mean loss at each boundary that this rank reads, over all labels of its replica that count.
+
+        On a GPU, reading them waits for the step to finish.
+        """
+        ends, record = self.layout.blocks, self.record
+        return {ends[s - 1].stop: _average(values, record.counts[s]) for s, values in record.losses.items()}
+
+    @cached_property
+    def count(self) -> float:
+        """How many labels the losses are the mean of; 0 where none is read."""
+        return max((sum(counts) for counts in self.record.counts.values()), default=0.0)
 
 
 class Pipeline:
@@ -114,6 +126,7 @@ class Pipeline:
                 "DeepSpeed shares the optimizer and updates by itself; use on_nonfinite stop, no loss scale"
             )
         self._stage: Stage | None = None
+        self._microbatch_size = 0
         self._transport: DistributedTransport | None = None
         mesh.watch.describe = self.describe
 
@@ -174,10 +187,15 @@ class Pipeline:
         """This rank's parameters by their names in the whole chain."""
         return state.named_parameters(self.modules)
 
+    def check_replicas(self) -> None:
+        """Raise a ReplicaError unless all replicas of this stage hold the same weights; they call it together."""
+        check_agreement(self.mesh, self.named_parameters())
+
     def collect_state(self) -> dict[str, Tensor]:
-        """Copies of all that this rank needs to go on later, by their names in the whole chain."""
+        """Copies of this rank's share of all that is needed to go on later, by their names in the whole chain."""
+        mesh, optimizer = self.mesh, self._stateful_optimizer
         return state.collect(
-            self.modules, self.stage.stateful_optimizer, stage=self.mesh.stage, replica=self.mesh.replica
+            self.modules, optimizer, stage=mesh.stage, replica=mesh.replica, num_replicas=mesh.num_replicas
         )
 
     def restore_state(self, saved: state.Saved, *, step: int) -> list[str]:
@@ -186,7 +204,7 @@ class Pipeline:
         Every rank calls it, after `connect`.
         """
         missing = state.restore(
-            self.modules, self.stage.stateful_optimizer, saved, stage=self.mesh.stage, replica=self.mesh.replica
+            self.modules, self._stateful_optimizer, saved, stage=self.mesh.stage, replica=self.mesh.replica
         )
         self.stage.randomness.step = step
         if self._shared_head is not None:
@@ -194,37 +212,96 @@ class Pipeline:
         return missing
 
     @property
+    def _stateful_optimizer(self) -> state.StatefulOptimizer | None:
+        """The optimizer with its state by parameter, of readouts out of use too; None without weights to train."""
+        stage = self.stage
+        if stage.zero is not None or stage.optimizer is None:
+            return stage.zero
+        named = {name: p for name, p in self.named_parameters().items() if p.requires_grad}
+        return state.NamedOptimizer(stage.optimizer, named)
+
+    @property
     def fixed_bytes(self) -> int:
-        """What this rank holds whatever is in flight: weights, gradients, optimizer state, buffers for messages."""
+        """What this rank holds whatever is in flight: weights, gradients, optimizer state, buffers for messages and
+        for gradients on their way to other replicas."""
         modules = self.modules.values()
         parameters = [p for module in modules for p in module.parameters()]
         size = sum(p.nbytes * (2 if p.requires_grad else 1) for p in parameters)
         size += sum(buffer.nbytes for module in modules for buffer in module.buffers())
         states = self.stage.optimizer.state.values() if self.stage.optimizer is not None else ()
         size += sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
-        size += self.stage.zero.master_bytes if self.stage.zero is not None else 0
+        if self.stage.zero is not None:
+            size += self.stage.zero.master_bytes + self.stage.zero.bucket_bytes
+        elif self.mesh.replicas is not None:
+            size += bucket_bytes(self.stage.parameters)
         return size + (self._transport.posted_bytes if self._transport is not None else 0)
 
-    def connect(self, inputs: Tensor, labels: Tensor) -> None:
+    @property
+    def needs_inputs(self) -> bool:
+        """Whether this rank uses a batch's inputs."""
+        return self.mesh.stage == 0
+
+    @property
+    def needs_labels(self) -> bool:
+        """Whether this rank uses a batch's labels: it reads a loss."""
+        return bool(self._boundaries())
+
+    def connect(self, inputs: Tensor | None, labels: Tensor | None) -> None:
         """Learn the messages' shapes from a batch and build the stage, which the first step does otherwise."""
         self._prepare(inputs, labels)
 
-    def step(self, inputs: Tensor, labels: Tensor) -> StepResult:
-        """One optimizer step. Every stage of a replica gives the same batch and uses what it needs of it."""
-        parts = self._prepare(inputs, labels)
+    def step(self, inputs: Tensor | None, labels: Tensor | None) -> StepResult:
+        """One optimizer step. Every stage of a replica gives the same batch; what a rank does not need may be None.
+
+        Modules run in the modes that they are in.
+        """
+        batch = self._prepare(inputs, labels)
         self.mesh.watch.phase = "training"
-        self.stage.start_step(*parts)
-        record = self.stage.run()
+        with undisturbed(self.mesh.device):
+            self.stage.start_step(batch, self._weigh(batch))
+            record = self.stage.run()
         assert record is not None
         return StepResult(record, self.layout)
 
-    def evaluate(self, inputs: Tensor, labels: Tensor) -> dict[int, Score]:
-        """Loss and accuracy at every readout of this rank, by boundary, without training."""
-        parts = self._prepare(inputs, labels)
-        with self.mesh.watch.during("evaluation"):
-            *_, scores = self.stage.evaluate(*parts)
+    def evaluate(
+        self, inputs: Tensor | None, labels: Tensor | None, *, num_samples: int | None = None
+    ) -> dict[int, Score]:
+        """Loss and accuracy at every readout of this rank, by boundary, without training.
+
+        Once ranks are connected, there may be any number of samples; a rank that gives neither inputs nor labels says
+        how many.
+        """
+        num_samples = next((len(part) for part in (inputs, labels) if part is not None), num_samples)
+        if not num_samples:
+            raise ValueError("an evaluation needs samples, or their number on a rank that needs none of them")
+        number = None if self._stage is None else -(-num_samples // self._microbatch_size)
+        batch = self._prepare(inputs, labels, number=number)
+        with self.mesh.watch.during("evaluation"), evaluating(self._modules()), undisturbed(self.mesh.device):
+            *_, scores = self.stage.evaluate(batch)
         assert scores is not None
         return scores
+
+    def _weigh(self, batch: MicroBatches) -> Shares:
+        mesh = self.mesh
+        if mesh.replicas is None or not batch.counts:
+            return Shares(batch.counts)
+
+        def sum_up(total: Tensor) -> Callable[[], None]:
+            there = total.to(mesh.device)
+            work = dist.all_reduce(there, group=mesh.replicas, async_op=True)
+            assert work is not None
+
+            def wait() -> None:
+                with mesh.watch.waiting(mesh.replicas, "the replicas' number of labels"):
+                    work.wait()
+                total.copy_(there)
+
+            return wait
+
+        return Shares(batch.counts, mesh.num_replicas, sum_up)
+
+    def _modules(self) -> list[nn.Module]:
+        return [*self._blocks.values(), *self._readouts.values()]
 
     def change_windows(self, windows: Windows) -> None:
         """Train with other windows from the next step on: the pipe drains, weights and optimizer state stay.
@@ -251,7 +328,7 @@ class Pipeline:
             self._stage = self._build_stage(before.transport, before)
 
     def measure_angles(
-        self, batches: Sequence[tuple[Tensor, Tensor]], windows: Sequence[Windows] | None = None
+        self, batches: Sequence[tuple[Tensor | None, Tensor | None]], windows: Sequence[Windows] | None = None
     ) -> AngleProfile:
         """The angle of these windows (default: any) to back-propagation, for a model that no single rank holds.
 
@@ -293,11 +370,21 @@ class Pipeline:
             self.close()
         leave()
 
-    def _prepare(self, inputs: Tensor, labels: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        parts = split_batch(inputs.to(self.mesh.device), labels.to(self.mesh.device), self.schedule.num_microbatches)
+    def _prepare(self, inputs: Tensor | None, labels: Tensor | None, *, number: int | None = None) -> MicroBatches:
+        """This rank's part of a batch, cut into micro-batches of a step, or into so many of a step's size."""
+        for given, is_needed, what in ((inputs, self.needs_inputs, "inputs"), (labels, self.needs_labels, "labels")):
+            if given is None and is_needed:
+                raise ValueError(f"stage {self.mesh.stage} needs a batch's {what}, got None; see needs_{what}")
+        batch = cut(
+            inputs if self.needs_inputs else None,
+            labels,
+            number or self.schedule.num_microbatches,
+            self._loss,
+            size=None if number is None else self._microbatch_size,
+        ).to(self.mesh.device)
         if self._stage is None:
-            self._stage = self._connect(parts[0][0])
-        return parts
+            self._stage = self._connect(batch)
+        return batch
 
     def _boundaries(self) -> list[int]:
         """Where this rank's segments end in a readout."""
@@ -320,12 +407,18 @@ class Pipeline:
             shared_head.start()  # ranks may have initialised their copies differently
         return shared_head
 
-    def _connect(self, sample: Tensor) -> Stage:
+    def _connect(self, batch: MicroBatches) -> Stage:
         """Agree on the shapes of messages by passing one micro-batch's shapes down the pipe, and build the stage."""
         mesh = self.mesh
+        labels = batch.labels[0] if batch.labels else None
+        if self.needs_inputs:
+            sample = batch.inputs[0]
+            self._microbatch_size = len(sample)
         if mesh.num_stages == 1:
             (transport,) = connect_in_memory(1)
-            return self._build_stage(transport)
+            stage = self._build_stage(transport)
+            _check_stage(stage, sample, labels)
+            return stage
         assert mesh.downward is not None
         assert mesh.upward is not None
         before = mesh.ranks_of_stages[mesh.stage - 1] if mesh.stage else None
@@ -333,7 +426,7 @@ class Pipeline:
         channels: dict[tuple[str, str], Channel] = {}
         if before is not None:
             with mesh.watch.waiting(mesh.downward, f"the shape of rank {before}'s messages", peers=[before]):
-                shape, dtype = receive_description(before, mesh.downward, mesh.device)
+                shape, dtype, self._microbatch_size = receive_description(before, mesh.downward, mesh.device)
             sample = torch.zeros(shape, dtype=dtype, device=mesh.device)
             for direction, kind, group in (("receive", ACTIVATIONS, mesh.downward), ("send", ADJOINTS, mesh.upward)):
                 channels[direction, kind] = Channel(before, group, sample.shape, sample.dtype, mesh.device)
@@ -341,10 +434,10 @@ class Pipeline:
             channels, rank=mesh.ranks_of_stages[mesh.stage], timeout=self._timeout, watch=mesh.watch
         )
         stage = self._build_stage(self._transport)
+        output = _check_stage(stage, sample, labels)
         if after is not None:
-            output = _probe(stage, sample)
             with mesh.watch.waiting(mesh.downward, f"rank {after} to take the shape of messages", peers=[after]):
-                send_description(output, after, mesh.downward)
+                send_description(output, self._microbatch_size, after, mesh.downward)
             for direction, kind, group in (("send", ACTIVATIONS, mesh.downward), ("receive", ADJOINTS, mesh.upward)):
                 channels[direction, kind] = Channel(after, group, output.shape, output.dtype, mesh.device)
         return stage
@@ -363,10 +456,7 @@ class Pipeline:
         def go_on(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
             if before is None or before.optimizer is None:
                 return self._optimizer(parameters)
-            known = {id(p) for group in before.optimizer.param_groups for p in group["params"]}
-            new = [parameter for parameter in parameters if id(parameter) not in known]
-            # One group has one learning rate, whoever changes it.
-            before.optimizer.param_groups[0]["params"].extend(new)
+            add_parameters(before.optimizer, parameters, self._optimizer)
             return before.optimizer
 
         stage = Stage(
@@ -404,11 +494,19 @@ class Pipeline:
         )
 
 
-def _probe(stage: Stage, sample: Tensor) -> Tensor:
-    """What the stage's blocks make of a micro-batch, leaving them as they were."""
-    modules = nn.ModuleList(stage.blocks.values())
-    with unchanged(modules), torch.no_grad():
+def _average(means: list[Tensor], counts: list[float]) -> float:
+    total = sum(counts)
+    if not total:
+        return 0.0
+    weights = torch.tensor(counts, dtype=torch.float64) / total
+    return float(torch.stack(means).cpu().double() @ weights)
+
+
+def _check_stage(stage: Stage, sample: Tensor, labels: Tensor | None) -> Tensor:
+    """What the stage's blocks make of a micro-batch, leaving them as they were; raises if they cannot be trained."""
+    modules = nn.ModuleList([*stage.blocks.values(), *stage.readouts.values()])
+    with unchanged(modules):
         state = sample
         for segment in stage.segments.values():
-            state = segment.run_blocks(0, state)
+            state = segment.check(state, labels)
     return state

@@ -1,47 +1,45 @@
-"""Random numbers that depend on the seed, the step, the micro-batch and the block, and on nothing else.
+"""Random numbers that depend on the seed, the replica, the step, the micro-batch and the block, and on nothing else.
 
-So dropout is the same for any partition, schedule and number of ranks.
+So whatever a block draws, by whichever layer or function, is the same for any partition, schedule and number of ranks.
 """
 
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
-from torch import nn
-
-from mpc_dist.runtime.segment import Scope
 
 
 @dataclass
 class Randomness:
-    """Seeds every block's forward; `step` is moved on by whoever runs the steps."""
+    """Seeds torch's generator before every forward; `step` is moved on by whoever runs the steps."""
 
     seed: int
     replica: int = 0
     """Data-parallel replicas drop different features."""
     step: int = 0
+    generators: tuple[torch.Generator, ...] = (torch.default_generator,)
+    """Those that a forward may draw from: see `list_generators`."""
 
-    def scope(self, is_random: dict[int, bool], device: torch.device) -> Scope:
-        """The scope of a stage's blocks; those without random parts run as they are."""
+    def begin(self, block: int, microbatch: int) -> None:
+        """What is drawn from here on belongs to this block's forward; a readout has its boundary, negated.
 
-        def enter(block: int, microbatch: int):  # type: ignore[no-untyped-def]
-            return self._seeded(block, microbatch, device) if is_random.get(block, False) else nullcontext()
-
-        return enter
-
-    @contextmanager
-    def _seeded(self, block: int, microbatch: int, device: torch.device) -> Iterator[None]:
-        key = f"{self.seed} {self.replica} {self.step} {microbatch} {block}"
-        devices = [device] if device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
-            torch.manual_seed(zlib.crc32(key.encode()))
-            yield
+        Every block is seeded, whether or not it looks random: that takes a microsecond, and looking would miss what
+        functions draw. What the generator held is put back after the step, not after each block.
+        """
+        key = zlib.crc32(f"{self.seed} {self.replica} {self.step} {microbatch} {block}".encode())
+        for generator in self.generators:
+            generator.manual_seed(key)
 
 
-def has_dropout(module: nn.Module) -> bool:
-    """Whether the module draws random numbers in training: a dropout layer, or a rate above 0 among its attributes."""
-    rates = [part.p for part in module.modules() if isinstance(part, nn.modules.dropout._DropoutNd)]
-    named = [getattr(part, name, 0) for part in module.modules() for name in ("dropout", "attention_dropout")]
-    return any(rate > 0 for rate in (*rates, *(rate for rate in named if isinstance(rate, float))))
+def list_generators(device: torch.device) -> tuple[torch.Generator, ...]:
+    """The generators that functions of torch draw from on this device, and on the CPU."""
+    if device.type != "cuda":
+        return (torch.default_generator,)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.default_generator, torch.cuda.default_generators[index]
+
+
+def undisturbed(device: torch.device) -> AbstractContextManager[None]:
+    """A context after which the generators that others draw from are as before."""
+    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])

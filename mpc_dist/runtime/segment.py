@@ -9,16 +9,16 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from mpc_dist.gradient import run_block
-from mpc_dist.readout import Loss
+from mpc_dist.readout import Loss, read_loss
 from mpc_dist.runtime.engine import add_gradients, find_gradient
 from mpc_dist.runtime.guard import WIDEST_PROBE, Guard
+from mpc_dist.runtime.recompute import Recomputer
 from mpc_dist.runtime.split import WeightHalf, run_input_half
 
 Scope = Callable[[int, int], AbstractContextManager[object]]
-"""(block, micro-batch) -> the context in which that block runs forward: its random numbers, its precision."""
+"""(block, micro-batch) -> the context in which that block runs forward: its precision; it seeds its random numbers."""
 
 
 @dataclass
@@ -36,9 +36,9 @@ class Reading:
     """What the readout at a segment's end gave for one micro-batch."""
 
     loss: Tensor
-    """Detached, not divided by the number of micro-batches."""
+    """Detached: the mean over the micro-batch's labels that count."""
     adjoint: Tensor
-    """dL/dx at the segment's output, divided by the number of micro-batches."""
+    """dL/dx at the segment's output, times the micro-batch's share in the step."""
 
 
 @dataclass
@@ -53,7 +53,6 @@ class Segment:
     loss: Loss
     num_uses: int
     """How many relays and backwards cross it per micro-batch."""
-    num_microbatches: int
     scope: Scope = field(default=lambda _block, _microbatch: nullcontext())
     is_checkpointed: bool = False
     """Whether each block keeps only its input and runs again in backward."""
@@ -62,7 +61,8 @@ class Segment:
 
     def __post_init__(self) -> None:
         self._in_flight: dict[int, _InFlight] = {}
-        self._share: Tensor | None = None
+        self._shares: dict[float, Tensor] = {}
+        self._recomputer = Recomputer(self.scope) if self.is_checkpointed else None
         self._parameters = [p for block in self.blocks for p in block.parameters() if p.requires_grad]
         self._readout_parameters = [] if self.readout is None else [*self.readout.parameters()]
         self._readout_parameters = [p for p in self._readout_parameters if p.requires_grad]
@@ -80,36 +80,72 @@ class Segment:
     def forward(self, microbatch: int, state: Tensor) -> Tensor:
         """Run the blocks; the output is detached."""
         source = state.detach().requires_grad_(state.is_floating_point())
-        output = self.run_blocks(microbatch, source)
+        output = self.run_blocks(microbatch, source, is_guarded=self.guard.is_on)
+        if output is source:  # blocks that pass their input on: a graph is needed all the same
+            output = source.view_as(source)
         self._in_flight[microbatch] = _InFlight(source, output, self.num_uses)
         return output.detach()
 
-    def run_blocks(self, microbatch: int, state: Tensor) -> Tensor:
-        """The blocks' output, with its graph if gradients are enabled."""
+    def run_blocks(self, microbatch: int, state: Tensor, *, is_guarded: bool = False) -> Tensor:
+        """The blocks' output, with its graph if gradients are enabled; in a step, the guard looks at each state."""
+        has_graph = state.requires_grad and torch.is_grad_enabled()
         for index, block in enumerate(self.blocks, start=self.first_block):
-            with self.scope(index, microbatch):
-                if self.is_checkpointed and torch.is_grad_enabled():
-                    state = checkpoint(block, state, use_reentrant=False)
-                else:
-                    state = run_block(block, state)
-            if self.guard.is_on and torch.is_grad_enabled():
+            if self._recomputer is not None and torch.is_grad_enabled():
+                state = self._recomputer.run(block, state, index, microbatch)
+            else:
+                with self.scope(index, microbatch):
+                    state = run_block(block, state, index)
+            if has_graph and not state.requires_grad:
+                raise ValueError(
+                    f"block {index} ({type(block).__name__}) gives a state that is cut off from its input (detached, "
+                    "or computed without gradients), so no block below it could learn; return the state as computed"
+                )
+            if is_guarded:
                 self.guard.see("activation", index, microbatch, state)
         return state
 
-    def read(self, microbatch: int, state: Tensor, labels: Tensor) -> Reading:
-        """Read the loss of the segment's output, and its gradients: the readout's own go to `.grad`."""
+    def read(self, microbatch: int, state: Tensor, labels: Tensor, share: float) -> Reading:
+        """Read the loss of the segment's output, and its gradients: the readout's own go to `.grad`.
+
+        `share` is what the micro-batch weighs; 0 where it has no label that counts, and then nothing is read.
+        """
+        if not share:
+            return Reading(torch.zeros((), device=state.device), torch.zeros_like(state))
         leaf = state.detach().requires_grad_()
-        prediction = self.predict(microbatch, leaf)
-        if prediction.dtype == torch.float16:
-            prediction = prediction.float()  # a scaled loss would overflow
-        loss = self.loss(prediction, labels)
-        if self._share is None:
-            self._share = torch.full_like(loss, 1 / self.num_microbatches)
+        loss = self.loss_of(microbatch, leaf, labels)
+        if share not in self._shares:
+            self._shares = {share: torch.full_like(loss, share)}  # most often all are alike
         scale = self.guard.scale
-        share = self._share if scale is None else self._share * scale.value
-        add_gradients([loss], [share], [leaf, *self._readout_parameters], retain_graph=False)
-        assert leaf.grad is not None
+        weight = self._shares[share] if scale is None else self._shares[share] * scale.value
+        add_gradients([loss], [weight], [leaf, *self._readout_parameters], retain_graph=False)
+        if leaf.grad is None:
+            raise self._explain_unread()
         return Reading(loss.detach(), leaf.grad)
+
+    def loss_of(self, microbatch: int, state: Tensor, labels: Tensor) -> Tensor:
+        """The loss that the readout makes of the segment's output."""
+        loss = read_loss(self.loss, self.predict(microbatch, state), labels)
+        if not loss.requires_grad:
+            raise self._explain_unread()
+        return loss
+
+    def check(self, state: Tensor, labels: Tensor | None) -> Tensor:
+        """Raise if the blocks or the readout cannot be trained on a micro-batch like this; else the blocks' output."""
+        output = self.run_blocks(0, state.detach().requires_grad_(state.is_floating_point())).detach()
+        if self.readout is not None and labels is not None:
+            leaf = output.clone().requires_grad_()
+            if (
+                find_gradient(loss := self.loss_of(0, leaf, labels), torch.ones_like(loss), leaf, retain_graph=False)
+                is None
+            ):
+                raise self._explain_unread()
+        return output
+
+    def _explain_unread(self) -> ValueError:
+        return ValueError(
+            f"the loss read after block {self.range[-1]} does not depend on the block's state, so nothing could learn "
+            "from it; check that the readout uses the state, and the loss the prediction"
+        )
 
     def predict(self, microbatch: int, state: Tensor) -> Tensor:
         """What the readout makes of the segment's output."""
@@ -150,6 +186,16 @@ class Segment:
         assert half is not None, "the input half comes first"
         half.run()
         self._use(microbatch)
+
+    @property
+    def block_parameters(self) -> Sequence[nn.Parameter]:
+        """Those of its blocks that are trained."""
+        return self._parameters
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """All that are trained, the readout's last."""
+        return [*self._parameters, *self._readout_parameters]
 
     @property
     def range(self) -> range:

@@ -1,21 +1,23 @@
 """One rank's stage: its blocks and readouts, its executor, its optimizer."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from mpc_dist.readout import Loss
+from mpc_dist.readout import Loss, Shared
 from mpc_dist.runtime.executor import Executor, StepRecord
 from mpc_dist.runtime.guard import Guard, Policy
 from mpc_dist.runtime.loss_scale import LossScale
-from mpc_dist.runtime.randomness import Randomness, has_dropout
+from mpc_dist.runtime.microbatch import MicroBatches, Shares
+from mpc_dist.runtime.randomness import Randomness, list_generators
+from mpc_dist.runtime.reducer import Reduction
+from mpc_dist.runtime.score import Score
 from mpc_dist.runtime.segment import Scope, Segment
 from mpc_dist.runtime.shared_head import SharedHead
-from mpc_dist.runtime.state import NamedOptimizer, StatefulOptimizer
 from mpc_dist.runtime.transport import Transport
 from mpc_dist.runtime.zero import ZeroOptimizer
 from mpc_dist.schedule import Layout, Schedule
@@ -30,11 +32,14 @@ Sharding = Callable[[torch.optim.Optimizer, nn.Module], ZeroOptimizer]
 class Reducer(Protocol):
     """Averages a stage's gradients over its data-parallel replicas."""
 
+    def expect(self, parameters: Sequence[nn.Parameter], coming: Sequence[nn.Parameter]) -> None:
+        """The backward that completes these gradients begins; it adds to those of `coming`, the others are complete."""
+
     def start(self, parameters: Sequence[nn.Parameter]) -> None:
         """These gradients are complete on this replica."""
 
-    def finish(self) -> None:
-        """Every started gradient is now the replicas' average."""
+    def finish(self) -> Sequence[Reduction]:
+        """Every started gradient is now the replicas' average; how its way to them went."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +120,7 @@ class Stage:
             self.segments,
             transport,
             work,
+            on_last_backward=self._expect_gradients,
             on_segment_done=self._reduce,
             on_update=self._update,
             record_times=options.record_times,
@@ -128,81 +134,57 @@ class Stage:
                 for name, parameter in module.named_parameters():
                     yield f"{kind}.{index}.{name}", parameter
 
-    @property
-    def stateful_optimizer(self) -> StatefulOptimizer | None:
-        """The optimizer with its state by parameter; None without weights to train."""
-        if self.zero is not None or self.optimizer is None:
-            return self.zero
-        return NamedOptimizer(self.optimizer, {name: p for name, p in self.named_parameters() if p.requires_grad})
-
-    def train(self, mode: bool = True) -> None:
-        """Put every module into training or evaluation mode."""
-        for module in (*self.blocks.values(), *self.readouts.values()):
-            module.train(mode)
-
-    def start_step(self, inputs: Sequence[Tensor], labels: Sequence[Tensor]) -> None:
-        """Begin a step on these micro-batches."""
+    def start_step(self, batch: MicroBatches, shares: Shares | None = None) -> None:
+        """Begin a step on these micro-batches; their shares follow from them unless there are replicas."""
         self._await_head()
         if self.guard.may_skip:
             # Batch norm's statistics of a step that comes to nothing must not stay.
             self._kept_buffers = [buffer.clone() for buffer in self._buffers()]
-        self.executor.start_step(inputs, labels)
+        self.executor.start_step(batch, shares or Shares(batch.counts))
 
     def run(self) -> StepRecord | None:
         """Go on with the step; None if it waits for another rank of this process."""
         return self.executor.run()
 
-    def evaluate(self, inputs: Sequence[Tensor], labels: Sequence[Tensor]) -> Iterator[dict[int, "Score"] | None]:
-        """A forward-only pass that scores every readout of this rank.
+    def evaluate(self, batch: MicroBatches) -> Iterator[dict[int, Score] | None]:
+        """A forward-only pass that scores every readout of this rank, in the modes that modules are in.
 
         Yields None while it waits, the scores at the end. Interior readouts are early exits: free but for themselves.
         """
         self._await_head()
         own = self.layout.segments[self.rank]
         first, last = own[0], own[-1]
-        receives = [Action(Op.RECEIVE_ACTIVATION, first, m) for m in range(len(inputs))] if first else []
+        receives = [Action(Op.RECEIVE_ACTIVATION, first, m) for m in range(batch.number)] if first else []
         self.transport.expect(receives)
         scores = {boundary: Score() for boundary in self.readouts}
-        self.train(False)
-        for microbatch in range(len(inputs)):
-            state = inputs[microbatch]
+        for microbatch in range(batch.number):
             if receives:
                 while not self.transport.is_ready(receives[microbatch]):
                     yield None
                 state = self.transport.receive(receives[microbatch])
+            else:
+                state = batch.inputs[microbatch]
             with torch.no_grad():
                 for index in own:
                     segment = self.segments[index]
                     state = segment.run_blocks(microbatch, state)
                     if segment.readout is not None:
-                        prediction = segment.predict(microbatch, state)
-                        boundary = self.layout.blocks[index].stop
-                        scores[boundary] = scores[boundary].add(prediction, labels[microbatch], segment.loss)
+                        labels, boundary = batch.labels[microbatch], self.layout.blocks[index].stop
+                        prediction = segment.predict(microbatch, state)[: len(labels)]  # the rest is padding
+                        scores[boundary] = scores[boundary].add(prediction, labels, segment.loss)
             if last + 1 < self.layout.num_segments:
                 self.transport.send(Action(Op.SEND_ACTIVATION, last, microbatch), state)
-        self.train(True)
         yield scores
 
     def _scope(self) -> Scope:
         # Of any parameter: a stage may be frozen and still drop features.
         device = next((p.device for _, p in self.named_parameters()), torch.device("cpu"))
-        # The readout after block b has the number -(b + 1): see Segment.
-        is_random = {index: has_dropout(block) for index, block in self.blocks.items()}
-        is_random |= {-boundary: has_dropout(readout) for boundary, readout in self.readouts.items()}
-        random_scope = self.randomness.scope(is_random, device)
-        if not self._options.autocast:
-            return random_scope
+        self.randomness.generators = list_generators(device)
+        plain, options, begin = nullcontext(), self._options, self.randomness.begin
 
-        @contextmanager
-        def enter(block: int, microbatch: int) -> Iterator[None]:
-            with ExitStack() as stack:
-                contexts: list[AbstractContextManager[object]] = [
-                    random_scope(block, microbatch),
-                    torch.autocast(device.type, dtype=self._options.autocast_dtype),
-                ]
-                for context in contexts:
-                    stack.enter_context(context)
-                yield
+        def enter(block: int, microbatch: int) -> AbstractContextManager[object]:
+            begin(block, microbatch)
+            return torch.autocast(device.type, dtype=options.autocast_dtype) if options.autocast else plain
 
         return enter
 
@@ -216,22 +198,25 @@ class Stage:
             self.readouts[blocks.stop] if is_read else None,
             loss,
             num_uses=relays + 1,
-            num_microbatches=self.schedule.num_microbatches,
             scope=scope,
             is_checkpointed=self._options.checkpoint,
             guard=self.guard,
         )
 
+    def _expect_gradients(self, index: int, is_read: bool) -> None:
+        """A segment's last backward of this step begins: what it completes may travel before it ends."""
+        if self._reducer is not None:
+            segment = self.segments[index]
+            self._reducer.expect(segment.parameters, segment.block_parameters if is_read else segment.parameters)
+
     def _reduce(self, index: int) -> None:
         """A segment's gradients of this step are complete: let them travel while other work goes on."""
         if self._reducer is not None:
-            segment = self.segments[index]
-            modules = [*segment.blocks, *([] if segment.readout is None else [segment.readout])]
-            self._reducer.start([p for module in modules for p in module.parameters() if p.requires_grad])
+            self._reducer.start(self.segments[index].parameters)
 
     def _update(self, record: StepRecord) -> None:
         if self._reducer is not None:
-            self._reducer.finish()
+            record.reductions = [*self._reducer.finish()]
         # Gradients have the factor of this step, which the decision may change for the next.
         factor = 1.0 if self.guard.scale is None else 1 / self.guard.scale.value
         decision = self.guard.decide(step=self.randomness.step + 1) if self.guard.is_on else True
@@ -289,40 +274,19 @@ class Stage:
         torch.nn.utils.clip_grads_with_norm_(self.parameters, max_norm, squares.sqrt())
 
 
-@dataclass(frozen=True)
-class Score:
-    """Loss and accuracy at one readout, summed over micro-batches."""
+@contextmanager
+def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """A context in which these modules are in evaluation mode; afterwards each part has the mode that it had.
 
-    total_loss: float = 0.0
-    num_correct: int = 0
-    num_labels: int = 0
-    num_batches: int = 0
-
-    def add(self, prediction: Tensor, labels: Tensor, loss: Loss) -> "Score":
-        """With another micro-batch."""
-        is_classes = not labels.is_floating_point()
-        correct = int((prediction.argmax(-1) == labels).sum()) if is_classes else 0
-        return Score(
-            self.total_loss + float(loss(prediction, labels)),
-            self.num_correct + correct,
-            self.num_labels + (labels.numel() if is_classes else 0),
-            self.num_batches + 1,
-        )
-
-    def __add__(self, other: "Score") -> "Score":
-        return Score(
-            self.total_loss + other.total_loss,
-            self.num_correct + other.num_correct,
-            self.num_labels + other.num_labels,
-            self.num_batches + other.num_batches,
-        )
-
-    @property
-    def loss(self) -> float:
-        """The mean over micro-batches."""
-        return self.total_loss / max(self.num_batches, 1)
-
-    @property
-    def accuracy(self) -> float | None:
-        """The share of right classes; None for regression."""
-        return self.num_correct / self.num_labels if self.num_labels else None
+    A user may have frozen some of them: those must not begin to move.
+    """
+    given = list(modules)
+    whole = [*given, *(module.head for module in given if isinstance(module, Shared))]
+    modes = {part: part.training for module in whole for part in module.modules()}
+    for module in whole:
+        module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes.items():
+            part.training = mode

@@ -1,16 +1,21 @@
 """What a rank must keep to go on later: weights, buffers, optimizer state and random numbers, as named tensors.
 
 Names are those of the whole chain, by block, so that any other partition finds its parts. Every replica has buffers of
-its own (batch norm's statistics); weights and optimizer state are the same on all and are kept once.
+its own (batch norm's statistics); weights and optimizer state are the same on all and are kept once, some of them by
+each replica. Of an optimizer that replicas share, each keeps its part.
 """
 
+import re
 from collections.abc import Iterable, Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 OPTIMIZER, BUFFERS, RANDOM = "optimizer", "buffers", "random"
+MOST_KEEPERS = 8
+"""Replicas of a stage among which its weights are divided: whoever goes on opens the files of all of them."""
+_FRAGMENT = re.compile(r"(optimizer\..+)@(\d{1,18}):((?:\d{1,18}(?:x\d{1,18}){0,63})?)")
 
 Modules = Mapping[str, nn.Module]
 """A rank's parts by their names in the chain: `blocks.3`, `readouts.4`."""
@@ -20,11 +25,34 @@ OptimizerStates = Mapping[str, Mapping[str, Tensor]]
 """Of each parameter by name: what an optimizer keeps of it, as if it were not shared with anybody."""
 
 
+class Fragment(NamedTuple):
+    """This rank's part of a tensor that the replicas of its stage share."""
+
+    tensor: Tensor
+    """Flat."""
+    first: int
+    """Its place in the whole tensor, flat."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+
+    def name(self, whole: str) -> str:
+        """Under which it is kept, given the name of the whole tensor."""
+        return f"{whole}@{self.first}:{'x'.join(map(str, self.shape))}"
+
+
+def read_fragment_name(name: str) -> tuple[str, int, tuple[int, ...]] | None:
+    """The whole tensor's name, the first element and the shape; None if it is no fragment's name."""
+    match = _FRAGMENT.fullmatch(name)
+    if match is None:
+        return None
+    return match[1], int(match[2]), tuple(int(size) for size in match[3].split("x") if size)
+
+
 class StatefulOptimizer(Protocol):
     """An optimizer whose state can be had and given by parameter."""
 
-    def full_state(self) -> OptimizerStates:
-        """Everything; the replicas of a stage call it together."""
+    def own_state(self) -> Mapping[str, Mapping[str, Tensor | Fragment]]:
+        """Of each parameter by name: what this replica holds of its state. A tensor is the same on all of them."""
 
     def load_full_state(self, state: OptimizerStates) -> None:
         """Go on from it, and from the weights as they are now."""
@@ -37,7 +65,7 @@ class NamedOptimizer:
         self._optimizer = optimizer
         self._names = {parameter: name for name, parameter in named.items()}
 
-    def full_state(self) -> OptimizerStates:
+    def own_state(self) -> OptimizerStates:
         """Everything that is a tensor; what an optimizer does not use is None."""
         return {
             name: {key: value for key, value in self._optimizer.state[parameter].items() if value is not None}
@@ -83,18 +111,35 @@ def named_buffers(modules: Modules) -> dict[str, Tensor]:
     return found
 
 
-def collect(modules: Modules, optimizer: StatefulOptimizer | None, *, stage: int, replica: int) -> dict[str, Tensor]:
+def collect(
+    modules: Modules, optimizer: StatefulOptimizer | None, *, stage: int, replica: int, num_replicas: int
+) -> dict[str, Tensor]:
     """Copies, in main memory, of all that this rank keeps: training may go on while they are written."""
-    parameters = named_parameters(modules)
-    tensors: dict[str, Tensor] = {**parameters}
-    tensors |= {f"{BUFFERS}.{replica}.{name}": value for name, value in named_buffers(modules).items()}
-    if optimizer is not None:
-        for name, entries in optimizer.full_state().items():
-            tensors |= {f"{OPTIMIZER}.{name}.{key}": value for key, value in entries.items()}
+    common: dict[str, Tensor] = {**named_parameters(modules)}
+    tensors = {f"{BUFFERS}.{replica}.{name}": value for name, value in named_buffers(modules).items()}
+    for name, entries in {} if optimizer is None else optimizer.own_state().items():
+        for key, value in entries.items():
+            whole = f"{OPTIMIZER}.{name}.{key}"
+            if isinstance(value, Fragment):
+                tensors[value.name(whole)] = value.tensor
+            else:
+                common[whole] = value
+    tensors |= {name: common[name] for name in divide(common, min(num_replicas, MOST_KEEPERS)).get(replica, ())}
     tensors[f"{RANDOM}.{stage}.{replica}"] = torch.get_rng_state()
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         tensors[f"{RANDOM}.{stage}.{replica}.cuda"] = torch.cuda.get_rng_state()
     return {name: _copy(tensor) for name, tensor in tensors.items()}
+
+
+def divide(tensors: Mapping[str, Tensor], num_keepers: int) -> dict[int, list[str]]:
+    """The names of about equally many bytes for each keeper; the same on every replica."""
+    shares: dict[int, list[str]] = {keeper: [] for keeper in range(num_keepers)}
+    sizes = dict.fromkeys(shares, 0)
+    for name in sorted(tensors, key=lambda name: (-tensors[name].nbytes, name)):
+        least = min(shares, key=lambda keeper: (sizes[keeper], keeper))
+        shares[least].append(name)
+        sizes[least] += tensors[name].nbytes
+    return shares
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -17,9 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mpc_dist.runtime.reducer import Reduction
+from mpc_dist.runtime.state import Fragment
+
 BUCKET_ELEMENTS = 5_000_000
-"""How many gradient elements travel in one message, unless the settings say otherwise; DeepSpeed's own 500 million
-would take 2 GB on every rank."""
+"""How many gradient elements travel in one message at most, unless the settings say otherwise; DeepSpeed's own 500
+million would take 2 GB on every rank."""
 
 STEPS_PER_PRINT = 2**31  # never
 
@@ -93,8 +96,8 @@ class ZeroSettings:
                 "(0.0 in the file is null here), or leave it out of the file"
             )
 
-    def build(self, clip_norm: float | None) -> dict[str, Any]:
-        """DeepSpeed's configuration of one stage."""
+    def build(self, clip_norm: float | None, num_weights: int = BUCKET_ELEMENTS) -> dict[str, Any]:
+        """DeepSpeed's configuration of a stage of so many weights."""
         self.check_clipping(clip_norm)
         extra = {key: value for key, value in self.extra.items() if value != "auto"}
         zero = {key: value for key, value in extra.pop("zero_optimization", {}).items() if value != "auto"}
@@ -107,7 +110,7 @@ class ZeroSettings:
             "gradient_accumulation_steps": 1,
             "gradient_clipping": clip_norm or 0.0,  # it clips to 1.0 unless told otherwise
             "zero_optimization": {
-                "reduce_bucket_size": BUCKET_ELEMENTS,
+                "reduce_bucket_size": min(BUCKET_ELEMENTS, num_weights),
                 # Without clipping the norm is not needed: one message between replicas less in every step.
                 "compute_grad_norm": bool(clip_norm),
                 **zero,
@@ -198,7 +201,6 @@ class ZeroOptimizer:
         parameters = [p for entry in optimizer.param_groups for p in entry["params"]]
         self._named = {name: p for name, p in modules.named_parameters() if p.requires_grad}
         self._group_of = {id(p): index for index, e in enumerate(optimizer.param_groups) for p in e["params"]}
-        self._group = group
         if stages is not None:
             for parameter in parameters:
                 parameter.model_parallel = True  # else DeepSpeed leaves it out of the sum over stages
@@ -207,26 +209,32 @@ class ZeroOptimizer:
             model=modules,
             optimizer=optimizer,
             mpu=_Groups(group, stages),
-            config=settings.build(clip_norm),
+            config=settings.build(clip_norm, sum(parameter.numel() for parameter in parameters)),
             dist_init_required=False,
         )
         for hook in self._zero._grad_acc_hooks:
             hook.remove()
         self.optimizer = optimizer
 
+    def expect(self, parameters: Sequence[nn.Parameter], coming: Sequence[nn.Parameter]) -> None:
+        """Nothing: DeepSpeed would wait for each message, in the middle of a backward."""
+
     def start(self, parameters: Sequence[nn.Parameter]) -> None:
         """Reduce these gradients, which are complete on this replica; stage 2 keeps its part and frees the others."""
         self._zero.setup_buckets()
         for parameter in parameters:
-            if parameter.grad is not None:
-                self._zero.reduce_ready_partitions_and_remove_grads(parameter, self._group_of[id(parameter)])
+            if parameter.grad is None:
+                # Another replica may have one: all must put the same parameters into the same places.
+                parameter.grad = torch.zeros_like(parameter)
+            self._zero.reduce_ready_partitions_and_remove_grads(parameter, self._group_of[id(parameter)])
         if self._zero.partition_gradients:
             self._zero.reduce_ipg_grads()
 
-    def finish(self) -> None:
+    def finish(self) -> Sequence[Reduction]:
         """Reduce what still waits in a bucket, and lay this rank's part of the gradients out for the update."""
         self._zero.setup_buckets()
         self._zero.overlapping_partition_gradients_reduce_epilogue()
+        return ()  # DeepSpeed does not tell
 
     def step(self) -> None:
         """Clip, update this rank's part of the weights, and gather the replicas' parts."""
@@ -237,12 +245,15 @@ class ZeroOptimizer:
         """What the copy of this rank's part of the weights takes; DeepSpeed keeps one in float32 always."""
         return sum(part.nbytes for part in self._zero.single_partition_of_fp32_groups)
 
-    def full_state(self) -> dict[str, dict[str, Tensor]]:
-        """The optimizer's state of every parameter by name, as an optimizer that is not shared would hold it.
+    @property
+    def bucket_bytes(self) -> int:
+        """What gradients on their way to other replicas take: DeepSpeed's buffer for them."""
+        elements = self._zero.reduce_bucket_size if self._zero.contiguous_gradients else 0
+        return int(elements) * torch.float32.itemsize
 
-        Every replica calls it, and each gets all of it. Empty before the first step.
-        """
-        return {name: self._gather(parameter) for name, parameter in self._named.items()}
+    def own_state(self) -> dict[str, dict[str, Tensor | Fragment]]:
+        """This rank's part of the state of every parameter by name, and counts of steps; empty before the first."""
+        return {name: self._own_entries(parameter) for name, parameter in self._named.items()}
 
     def load_full_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Go on from this state and from the weights as they are in the modules now; each replica takes its part."""
@@ -269,20 +280,16 @@ class ZeroOptimizer:
         flat: Tensor = self._zero.single_partition_of_fp32_groups[self._group_of[id(parameter)]]
         return flat
 
-    def _gather(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+    def _own_entries(self, parameter: nn.Parameter) -> dict[str, Tensor | Fragment]:
         flat = self._flat(parameter)
-        found: dict[str, Tensor] = {}
+        mapping = parameter._hp_mapping  # type: ignore[attr-defined]
+        found: dict[str, Tensor | Fragment] = {}
         for key, value in self.optimizer.state.get(flat, {}).items():
             if not isinstance(value, Tensor):
                 continue
             if value.shape != flat.shape:
-                found[key] = value.clone()
-                continue
-            full = torch.zeros(parameter.numel(), dtype=value.dtype, device=value.device)
-            mapping = parameter._hp_mapping  # type: ignore[attr-defined]
-            if mapping is not None:
+                found[key] = value
+            elif mapping is not None:  # else it lies with the other replicas
                 here, there = mapping.hp_fragment_address, mapping.lp_fragment_address
-                full.narrow(0, there.start, there.numel).copy_(value.narrow(0, here.start, here.numel))
-            dist.all_reduce(full, group=self._group)
-            found[key] = full.view_as(parameter)
+                found[key] = Fragment(value.narrow(0, here.start, here.numel), there.start, tuple(parameter.shape))
         return found

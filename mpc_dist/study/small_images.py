@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch.nn.functional as F
+from torch import Tensor
 
-from mpc_dist.data import Batch, Cifar10Data, Dataset, Split
+from mpc_dist.data import Cifar10Data, Dataset, Split
+from mpc_dist.data.dataset import Indices, Noise
 from mpc_dist.task import Task
 
 
@@ -23,11 +24,33 @@ class SmallImages:
         """Read the source; images shrink as they are gathered."""
         data = self.source.load()
         task = Task("classification", (data.task.input_shape[0], self.side, self.side), data.task.num_outputs)
-        return Dataset(task, self._shrink(data.train, self.num_train), self._shrink(data.test, data.test.num_samples))
+        train, test = ShrunkSplit(data.train, self.num_train, self.side), ShrunkSplit(data.test, None, self.side)
+        return Dataset(task, train, test)
 
-    def _shrink(self, split: Split, most: int) -> Split:
-        def gather(indices: np.ndarray[tuple[int, ...], np.dtype[np.int64]], rng: np.random.Generator) -> Batch:
-            images, labels = split.gather(indices, rng)
-            return F.adaptive_avg_pool2d(images, self.side), labels
 
-        return Split(min(most, split.num_samples), gather)
+@dataclass(frozen=True)
+class ShrunkSplit(Split):
+    """The first images of another split, made smaller as they are read."""
+
+    source: Split
+    most: int | None
+    """Images at most; None: all."""
+    side: int
+
+    @property
+    def num_samples(self) -> int:
+        """How many images there are."""
+        return self.source.num_samples if self.most is None else min(self.most, self.source.num_samples)
+
+    @property
+    def num_random(self) -> int:  # type: ignore[override]
+        """As many as the source's augmentation takes."""
+        return self.source.num_random
+
+    def read_inputs(self, indices: Indices, noise: Noise) -> Tensor:
+        """These images, averaged down."""
+        return F.adaptive_avg_pool2d(self.source.read_inputs(indices, noise), self.side)
+
+    def read_labels(self, indices: Indices) -> Tensor:
+        """Their classes."""
+        return self.source.read_labels(indices)

@@ -14,7 +14,8 @@ from mpc_dist.models import BlockModel, Chain, build_chain
 from mpc_dist.profile import measure_angles
 from mpc_dist.readout import ReadoutConfig
 from mpc_dist.runtime.in_process import InProcessPipeline
-from mpc_dist.runtime.stage import Score, StageOptions
+from mpc_dist.runtime.score import Score
+from mpc_dist.runtime.stage import StageOptions
 from mpc_dist.schedule import build_schedule, lay_out
 from mpc_dist.study.cell import Result
 from mpc_dist.training.optimizer import LearningRate, build_optimizer

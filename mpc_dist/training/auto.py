@@ -9,7 +9,7 @@ import torch.distributed as dist
 from mpc_dist.planner.plan import Plan
 from mpc_dist.planner.search import Request
 from mpc_dist.runtime.mesh import Launch, join
-from mpc_dist.runtime.stage import Score
+from mpc_dist.runtime.score import Score
 from mpc_dist.training.attempt import go_on_if_begun
 from mpc_dist.training.checkpoint_folder import folder_of, list_checkpoints
 from mpc_dist.training.config import Config

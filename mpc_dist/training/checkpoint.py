@@ -1,15 +1,15 @@
-"""Saves and reads checkpoints by `torch.distributed.checkpoint`, as safetensors: reading one executes nothing.
+"""Saves and reads checkpoints, as safetensors: reading one executes nothing.
 
 Saving is done by a thread with a process group of its own: a rank only copies its tensors, and ranks that are at
-different steps never wait for each other.
+different steps never wait for each other. Each rank writes one file; rank 0 notes which tensor is in which, so that
+whoever goes on opens only the files that hold what it needs.
 """
 
 import shutil
 import threading
 import time
-import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,14 +17,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
+from mpc_dist.runtime.tree import gather_objects
 from mpc_dist.runtime.watch import Watch
 from mpc_dist.training.checkpoint_folder import (
     CheckpointState,
@@ -35,6 +30,14 @@ from mpc_dist.training.checkpoint_folder import (
     list_checkpoints,
     partial_of,
     read_state,
+)
+from mpc_dist.training.tensor_files import (
+    UNREADABLE,
+    Entry,
+    TensorFiles,
+    describe_problem,
+    read_index,
+    write_tensors,
 )
 
 
@@ -83,7 +86,6 @@ class CheckpointSaver:
         self._step = 0
         self._thread: threading.Thread | None = None
         self._outcomes: list[SaveOutcome] = []
-        _expect_single_process()
 
     def save(self, step: int, tensors: Mapping[str, Tensor], progress: dict[str, Any]) -> None:
         """Write these tensors, which nobody else changes, as the checkpoint after `step`.
@@ -114,9 +116,9 @@ class CheckpointSaver:
         start, size, failure, is_peer_lost = time.perf_counter(), 0, None, False
         try:
             size = self._write_together(step, tensors, progress)
-        except (CheckpointException, Exception) as error:
-            failure = _first_reason(error)
-            # What a rank raises while it writes comes as the library's exception; the group raises this one.
+        except Exception as error:
+            failure = error.text if isinstance(error, _SaveError) else describe_problem(error)
+            # What goes wrong while a rank writes is told to all; the group raises this one.
             is_peer_lost = self._group is not None and isinstance(error, RuntimeError)
             if self._rank == 0:
                 # On a full disk the next save needs the room.
@@ -125,58 +127,58 @@ class CheckpointSaver:
 
     def _write_together(self, step: int, tensors: dict[str, Tensor], progress: dict[str, Any]) -> int:
         partial = partial_of(self._folder, step)
-        writer = HuggingFaceStorageWriter(str(partial), save_distributed=True)
-        save(tensors, storage_writer=writer, process_group=self._group, no_dist=self._group is None)
-        own = self._digest_own(partial)
-        if self._group is None:
-            self._commit(partial, step, progress, [own])
-        else:
-            # From here on every rank takes part in both messages, whatever went wrong on it.
-            everyone: list[_Part | str | None] = [None] * dist.get_world_size(self._group)
-            dist.gather_object(own, everyone if self._rank == 0 else None, dst=0, group=self._group)
-            outcome: list[str | None] = [None]
-            if self._rank == 0:
-                outcome = [self._try_commit(partial, step, progress, everyone)]
+        own = self._write_own(partial, tensors)
+        # From here on every rank takes part in both messages, whatever went wrong on it.
+        parts = [own] if self._group is None else gather_objects(own, self._group)
+        outcome: list[str | None] = [None if parts is None else self._try_commit(partial, step, progress, parts)]
+        if self._group is not None:
             dist.broadcast_object_list(outcome, src=0, group=self._group)
-            if outcome[0] is not None:
-                raise OSError(outcome[0])
+        if outcome[0] is not None:
+            raise _SaveError(outcome[0])
         return 0 if isinstance(own, str) else own.digest.size
 
-    def _digest_own(self, partial: Path) -> "_Part | str":
-        """What this rank wrote, or why it cannot be told."""
+    def _write_own(self, partial: Path, tensors: dict[str, Tensor]) -> "_Part | str":
+        """What this rank wrote, or why it could not."""
+        # Named and numbered as torch's library did, which wrote them once.
+        path = partial / f"shard-{self._rank + 1:05d}-model-00001-of-00001.safetensors"
         try:
-            # The library numbers the files from 1.
-            (path,) = partial.glob(f"shard-{self._rank + 1:05d}-*.safetensors")
-            return _Part(path.name, Digest.of(path))
-        except (OSError, ValueError) as error:
-            return f"rank {self._rank}: {_first_reason(error)}"
+            return _Part(path.name, write_tensors(path, tensors), Digest.of(path))
+        except Exception as error:  # the others wait to hear of it
+            return f"rank {self._rank}: {describe_problem(error)}"
 
     def _try_commit(
-        self, partial: Path, step: int, progress: dict[str, Any], parts: Sequence["_Part | str | None"]
+        self, partial: Path, step: int, progress: dict[str, Any], parts: Sequence["_Part | str"]
     ) -> str | None:
         try:
-            self._commit(partial, step, progress, parts)
+            return self._commit(partial, step, progress, parts)
         except (OSError, ValueError) as error:
-            return _first_reason(error)
-        return None
+            return describe_problem(error)
 
-    def _commit(
-        self, partial: Path, step: int, progress: dict[str, Any], parts: Sequence["_Part | str | None"]
-    ) -> None:
+    def _commit(self, partial: Path, step: int, progress: dict[str, Any], parts: Sequence["_Part | str"]) -> str | None:
         files: dict[str, Digest] = {}
         for part in parts:
-            if not isinstance(part, _Part):
-                raise OSError(str(part))
+            if isinstance(part, str):
+                return part
             if not (partial / part.name).is_file():
                 raise OSError(
                     f"{part.name} was written but is not seen here; training.folder must be one that all hosts see"
                 )
             files[part.name] = part.digest
-        commit(
-            partial,
-            CheckpointState(step, self._num_replicas, self._fingerprint, progress, files),
-            keep=self._keep,
-        )
+        for left in partial.glob("*.safetensors"):  # by an attempt with more ranks, at the same step
+            if left.name not in files:
+                left.unlink()
+        index = {part.name: part.entries for part in parts if isinstance(part, _Part)}
+        state = CheckpointState(step, self._num_replicas, self._fingerprint, progress, files, index)
+        commit(partial, state, keep=self._keep)
+        return None
+
+
+class _SaveError(Exception):
+    """A save that failed on some rank, as all have been told."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
 
 
 @dataclass(frozen=True)
@@ -184,6 +186,7 @@ class _Part:
     """One rank's file of a checkpoint."""
 
     name: str
+    entries: dict[str, Entry]
     digest: Digest
 
 
@@ -193,7 +196,6 @@ class SavedCheckpoint:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.state = read_state(path)
-        _expect_single_process()
 
     @property
     def num_replicas(self) -> int:
@@ -201,26 +203,30 @@ class SavedCheckpoint:
         return self.state.num_replicas
 
     @cached_property
+    def _files(self) -> TensorFiles:
+        with self._explained():
+            index = self.state.index
+            if index is None:  # it is one of before: its files are asked
+                index = read_index(self.path, self.state.files)
+            return TensorFiles(self.path, index, {name: digest.size for name, digest in self.state.files.items()})
+
+    @property
     def described(self) -> Mapping[str, Tensor]:
         """Every name there is, with an empty tensor of its shape and type."""
-        found: dict[str, Tensor] = {}
-        try:
-            entries = HuggingFaceStorageReader(str(self.path)).read_metadata().state_dict_metadata
-        except (SafetensorError, OSError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
-            raise OSError(f"checkpoint {self.path} cannot be read: {_first_reason(error)}") from error
-        for name, entry in entries.items():
-            assert isinstance(entry, TensorStorageMetadata)
-            found[name] = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
-        return found
+        return self._files.described
 
     def read(self, into: Mapping[str, Tensor]) -> None:
-        """Copy the tensors of these names into place."""
-        if not into:
-            return
+        """Copy the tensors of these names into place; only the files that hold them are opened."""
+        files = self._files
+        with self._explained():
+            files.read(into)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
         try:
-            load(dict(into), storage_reader=HuggingFaceStorageReader(str(self.path)), no_dist=True)
-        except CheckpointException as error:  # which no `except Exception` would see
-            raise OSError(f"checkpoint {self.path} cannot be read: {_first_reason(error)}") from error
+            yield
+        except UNREADABLE as error:
+            raise OSError(f"checkpoint {self.path} cannot be read: {describe_problem(error)}") from error
 
     def read_all(self, names: list[str]) -> dict[str, Tensor]:
         """The tensors of these names."""
@@ -258,16 +264,3 @@ def newest_undamaged(
             return SavedCheckpoint(path), damages
         damages.append(damage)
     return None, damages
-
-
-def _expect_single_process() -> None:
-    """The library warns when there is no process group, which is how one process saves."""
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-
-
-def _first_reason(error: BaseException) -> str:
-    """In one line, why a save failed; the library wraps what every rank raised."""
-    if isinstance(error, CheckpointException):
-        rank, (inner, _) = next(iter(error.failures.items()))
-        return f"rank {rank}: {_first_reason(inner)}"
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -10,17 +10,21 @@ import json
 import os
 import re
 import shutil
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mpc_dist.document import read_json
+from mpc_dist.document import MAX_BYTES, read_json
 from mpc_dist.plain_value import build
+from mpc_dist.training.tensor_files import Entry
 from mpc_dist.validation import check_whole, show
 
 STATE_FILE = "state.json"
-FORMAT = 2
-"""2: it carries a checksum of itself."""
+FORMAT = 3
+"""2: it carries a checksum of itself; 3: it tells which tensor is in which file."""
+READABLE = (2, 3)
+MOST_INDEX_BYTES = MAX_BYTES // 2
+"""A larger index is left out, since the state must be readable; then whoever goes on opens every file."""
 _NAME = re.compile(r"step-(\d{8,})")
 _PARTIAL = ".partial"
 _REPLACED = ".replaced"
@@ -59,6 +63,8 @@ class CheckpointState:
     """Where training stood: data, horizon, learning rate."""
     files: dict[str, Digest]
     """Its tensor files."""
+    index: dict[str, dict[str, Entry]] | None = None
+    """What each of them holds, by name; None: not known here."""
 
 
 def folder_of(run: Path) -> Path:
@@ -86,9 +92,12 @@ def partial_of(folder: Path, step: int) -> Path:
 
 def commit(partial: Path, state: CheckpointState, *, keep: int) -> Path:
     """Make what was written a checkpoint, and drop all but the newest `keep`."""
-    content = seal({**vars(state), "files": {name: vars(digest) for name, digest in state.files.items()}})
+    content = asdict(state)
+    if len(json.dumps(content["index"])) > MOST_INDEX_BYTES:
+        content["index"] = None
+    content = seal(content)
     with (partial / STATE_FILE).open("w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1)
+        json.dump(content, file)
         file.flush()
         os.fsync(file.fileno())
     final = partial.with_name(partial.name.removesuffix(_PARTIAL))
@@ -106,7 +115,7 @@ def commit(partial: Path, state: CheckpointState, *, keep: int) -> Path:
 
 def seal(content: dict[str, Any]) -> dict[str, Any]:
     """The content of a state file, with its format and the checksum by which a change is found."""
-    plain = {**content, "format": FORMAT}
+    plain = {"format": FORMAT, **content}
     text = json.dumps(plain, sort_keys=True)
     return {**plain, "sha256": hashlib.sha256(text.encode()).hexdigest()}
 
@@ -126,8 +135,9 @@ def read_state(checkpoint: Path) -> CheckpointState:
         content = read_json(path)
         if not isinstance(content, dict):
             raise ValueError(f"it holds a {type(content).__name__}")
-        if content.get("format") != FORMAT:
-            raise ValueError(f"it has format {show(content.get('format'))}, this version reads {FORMAT}")
+        if content.get("format") not in READABLE:
+            readable = " and ".join(map(str, READABLE))
+            raise ValueError(f"it has format {show(content.get('format'))}, this version reads {readable}")
         checksum = content.pop("sha256", None)
         if checksum != seal(content)["sha256"]:
             raise ValueError("it is not what was written")
@@ -137,6 +147,9 @@ def read_state(checkpoint: Path) -> CheckpointState:
         check_whole("num_replicas", state.num_replicas, minimum=1)
     except (OSError, ValueError) as error:
         raise ValueError(f"checkpoint {checkpoint} cannot be read: {path.name}: {error}") from error
+    unknown = sorted((state.index or {}).keys() - state.files.keys())
+    if unknown:
+        raise ValueError(f"checkpoint {checkpoint} has tensors in a file that it does not name: {show(unknown[0])}")
     bad = next((name for name in state.files if Path(name).name != name), None)
     if bad is not None:
         raise ValueError(f"checkpoint {checkpoint} names a file outside of it: {show(bad)}")

@@ -17,7 +17,8 @@ from mpc_dist.runtime.mesh import Launch, Mesh, build_mesh, check_world, join
 from mpc_dist.runtime.pipeline import Pipeline
 from mpc_dist.runtime.preemption import Preemption
 from mpc_dist.runtime.pulse import blame_silent
-from mpc_dist.runtime.stage import Score, StageOptions
+from mpc_dist.runtime.score import Score
+from mpc_dist.runtime.stage import StageOptions
 from mpc_dist.runtime.zero import ZeroSettings, check_settings
 from mpc_dist.schedule import Costs, lay_out
 from mpc_dist.training.attempt import note_begun
@@ -56,11 +57,25 @@ def train(
     data = config.data.load()
     parts = build_parts(config.trained_model, data.task, readout=config.readout, seed=config.seed)
     check_stage_size(config, data.task, launch.rank // config.data_parallel.degree)
-    batches = Batches(data.train, batch_size=config.batch_size * config.data_parallel.degree, seed=config.seed)
+    batches = Batches(
+        data.train,
+        batch_size=config.batch_size * config.data_parallel.degree,
+        seed=config.seed,
+        source=name_source(config),
+    )
     job = _Job(config, launch, resume, zero, data, parts, batches, costs, draw, is_quiet)
     join(launch, config.torch_device.type, config.parallel.timeout)
     with blame_silent(launch):
         return job.run()
+
+
+def name_source(config: Config) -> str:
+    """What errors call the data: the field that says where it is, or its name."""
+    for field in ("folder", "path"):
+        place = getattr(config.data, field, None)
+        if place is not None:
+            return f"data.{field} {place}"
+    return f"data.name {config.as_dict()['data']['name']}"
 
 
 @dataclass(frozen=True)
@@ -139,8 +154,9 @@ class _Job:
         return Pipeline(
             mesh,
             lay_out(windows_now(config, growing), config.partition),
-            build_block=lambda t: parts.block(t).to(config.torch_dtype),
-            build_readout=lambda s: parts.readout(s).to(config.torch_dtype),
+            # In training mode: pretrained parts come in evaluation mode.
+            build_block=lambda t: parts.block(t).to(config.torch_dtype).train(),
+            build_readout=lambda s: parts.readout(s).to(config.torch_dtype).train(),
             loss=LOSSES[self.data.task.kind],
             optimizer=partial(build_optimizer, config.optimizer),
             num_microbatches=parallel.microbatches,

@@ -3,9 +3,7 @@
 import statistics
 import time
 from collections import deque
-from collections.abc import Mapping
 from contextlib import nullcontext
-from itertools import islice
 from pathlib import Path
 from typing import NoReturn
 
@@ -13,9 +11,9 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch import Tensor
 
-from mpc_dist.data import Batch, Batches, Dataset
+from mpc_dist.data import Batches, Dataset
+from mpc_dist.data.reading import Part, Reader, Use, choose_workers
 from mpc_dist.document import write_whole
 from mpc_dist.planner.adapt import GrowingHorizon
 from mpc_dist.profile import SavedBytes
@@ -24,11 +22,14 @@ from mpc_dist.runtime.guard import NonFiniteError, check_state
 from mpc_dist.runtime.mesh import Launch, Mesh
 from mpc_dist.runtime.pipeline import Pipeline, StepResult
 from mpc_dist.runtime.preemption import Preempted, Preemption
-from mpc_dist.runtime.stage import Score
+from mpc_dist.runtime.replicas import ReplicaError
+from mpc_dist.runtime.score import Score
 from mpc_dist.runtime.watch import Wait
 from mpc_dist.training.checkpoint import CheckpointSaver, SavedCheckpoint, name_save
 from mpc_dist.training.checkpoint_folder import folder_of
 from mpc_dist.training.config import Config
+from mpc_dist.training.evaluation import TEST, Evaluation, plain_scores
+from mpc_dist.training.feed import TRAIN, Feed
 from mpc_dist.training.journal import Journal
 from mpc_dist.training.loss_memory import LossMemory
 from mpc_dist.training.metrics import MetricsFile, forget_other_ranks, read_metrics
@@ -75,6 +76,7 @@ class Loop:
         self._pipeline = pipeline
         self._data = data
         self._batches = batches
+        self._evaluation = Evaluation(config, data.test, mesh, pipeline)
         self._folder = Path(config.training.folder)
         self._growing = growing
         self._losses = LossMemory(
@@ -102,6 +104,14 @@ class Loop:
 
         `saved` is where to go on from; `is_continued` tells that it is of this very run, whose metrics then go on too.
         """
+        workers = choose_workers(self._data.train, self._config.training.workers)
+        with Reader(
+            {TRAIN: self._data.train, TEST: self._data.test},
+            num_workers=workers if self._pipeline.needs_inputs else 0,
+        ) as self._reader:
+            return self._run(saved, is_continued=is_continued)
+
+    def _run(self, saved: SavedCheckpoint | None, *, is_continued: bool) -> dict[int, Score]:
         training = self._config.training
         first = 1 if saved is None else saved.state.step + 1
         missing = self._prepare(saved)
@@ -123,6 +133,8 @@ class Loop:
                 self._train_step(step, is_first=step == first)
                 if self._growing is not None and step % self._config.horizon.every == 0:
                     self._adapt(step, self._growing)
+                if self._config.data_parallel.is_check_due(step):
+                    self._check_replicas(step)
                 if step % training.eval_every == 0 or step == training.steps:
                     scores = self._evaluate(step)
                 if self._config.checkpoints.is_due(step, last=training.steps):
@@ -162,20 +174,36 @@ class Loop:
 
     def _prepare(self, saved: SavedCheckpoint | None) -> list[str]:
         """Connect the ranks and, if there is a checkpoint, put everything back; the weights that it did not have."""
-        ahead = Batches.like(self._batches)
-        self._pipeline.connect(*self._place(self._replica_part(next(ahead))))
+        if saved is not None:
+            self._batches.load_state_dict(saved.state.progress["data"])
+        # Windows that grow are measured by all ranks, and which of them read a loss changes.
+        use = Use(self._pipeline.needs_inputs, labels=self._pipeline.needs_labels or self._growing is not None)
+        self._feed = Feed(self._batches, self._reader, self._mesh, use, self._config.torch_dtype)
+        first = self._feed.peek()
+        self._pipeline.connect(first.inputs, first.labels)
         self._rate = LearningRate(self._config.optimizer, self._pipeline.stage.optimizer)
         if saved is None:
             return []
         step, progress = saved.state.step, saved.state.progress
         missing = self._pipeline.restore_state(saved, step=step)
-        self._batches.load_state_dict(progress["data"])
         self._rate.load_state_dict(progress["rate"], num_steps=step)
         self._losses.restore(saved)
         self._pipeline.guard.load_state_dict(progress.get("numbers", {}))
         return missing
 
+    def _check_replicas(self, step: int) -> None:
+        start = time.perf_counter()
+        try:
+            self._pipeline.check_replicas()
+        except ReplicaError as error:
+            self._saver.wait()  # the last good checkpoint may still be on its way to the disk
+            raise ReplicaError(f"step {step}: {error}") from error
+        self._metrics.write(event="replicas", step=step, agree=True, seconds=time.perf_counter() - start)
+
     def _save(self, step: int) -> None:
+        data_parallel = self._config.data_parallel
+        if data_parallel.check_every and data_parallel.degree > 1 and not data_parallel.is_check_due(step):
+            self._check_replicas(step)
         start = time.perf_counter()
         tensors = {**self._pipeline.collect_state(), **self._losses.collect()}
         if self._config.training.on_nonfinite != "ignore":
@@ -225,6 +253,9 @@ class Loop:
 
     def _write_start(self) -> None:
         mesh, config = self._mesh, self._config
+        tested, test_size = self._evaluation.num_samples, self._data.test.num_samples
+        if tested < test_size:
+            self._say(f"every evaluation scores {tested} of the {test_size} test samples (training.eval_batches)")
         if mesh.stage == mesh.replica == 0:
             write_whole(self._folder / "config.yaml", config.as_yaml())
         self._metrics.write(
@@ -237,20 +268,23 @@ class Loop:
             device=str(mesh.device),
             partition=config.partition,
             windows=windows_now(config, self._growing).targets,
+            test_samples={"scored": tested, "of": test_size},
         )
 
     def _train_step(self, step: int, *, is_first: bool) -> None:
         epoch = self._batches.epoch
-        inputs, labels = self._last_batch = self._place(self._replica_part(next(self._batches)))
+        asked = time.perf_counter()
+        part = self._last_part = next(self._feed)
         start = time.perf_counter()
         extra: dict[str, int] = {}
         if is_first:
             # What a schedule holds does not change from step to step: it is counted once.
-            with SavedBytes([*self._pipeline.named_parameters().values(), inputs, labels]) as saved:
-                result = self._run_step(inputs, labels)
+            given = [value for value in (part.inputs, part.labels) if value is not None]
+            with SavedBytes([*self._pipeline.named_parameters().values(), *given]) as saved:
+                result = self._run_step(part)
             extra |= {"live_bytes": saved.peak, "rank_bytes": saved.peak + self._pipeline.fixed_bytes}
         else:
-            result = self._run_step(inputs, labels)
+            result = self._run_step(part)
         seconds = time.perf_counter() - start
         self._rate.step()
         record = result.record
@@ -261,7 +295,8 @@ class Loop:
             self._metrics.write(event="skipped", step=step, finding=found, **self._pipeline.guard.state_dict())
         elif self._losses.is_asked:
             last = self._config.model.num_blocks
-            self._losses.add([loss for boundary, loss in result.losses.items() if boundary == last])
+            if last in result.losses:
+                self._losses.add(result.losses[last], result.count)
         if self._batches.epoch != epoch:
             self._end_epoch()
         if is_first or step % self._config.training.log_every == 0:
@@ -270,6 +305,7 @@ class Loop:
                 step=step,
                 losses=result.losses,
                 step_seconds=seconds,
+                seconds_waiting_for_data=start - asked,
                 samples_per_second=self._config.batch_size * self._mesh.num_replicas / seconds,
                 bubble=measure_bubble(record),
                 busy_seconds=record.busy_seconds,
@@ -280,11 +316,12 @@ class Loop:
             )
         if step > self._config.training.steps - NUM_TIMELINES:
             actions = [(str(interval.action), interval.start, interval.end) for interval in result.record.timeline]
-            self._metrics.write(event="timeline", step=step, actions=actions)
+            reductions = [(reduction.start, reduction.end, reduction.size) for reduction in result.record.reductions]
+            self._metrics.write(event="timeline", step=step, actions=actions, reductions=reductions)
 
-    def _run_step(self, inputs: Tensor, labels: Tensor) -> StepResult:
+    def _run_step(self, part: Part) -> StepResult:
         try:
-            return self._pipeline.step(inputs, labels)
+            return self._pipeline.step(part.inputs, part.labels)
         except NonFiniteError:
             self._saver.wait()  # the last good checkpoint may still be on its way to the disk
             raise
@@ -292,7 +329,7 @@ class Loop:
     def _adapt(self, step: int, growing: GrowingHorizon) -> None:
         """Measure the angle of the present windows on the last batch, decide, and change the windows if so decided."""
         windows = windows_now(self._config, growing)
-        profile = self._pipeline.measure_angles([self._last_batch], [windows])
+        profile = self._pipeline.measure_angles([(self._last_part.inputs, self._last_part.labels)], [windows])
         loss = self._losses.take_recent()
         before = growing.size
         cosine = torch.tensor(profile.cosine(windows), dtype=torch.float64, device=self._mesh.device)
@@ -312,24 +349,9 @@ class Loop:
             self._rate.drop.end_epoch(self._losses.take_epoch())
 
     def _evaluate(self, step: int) -> dict[int, Score]:
-        size = min(self._config.batch_size, self._data.test.num_samples)
-        batches = Batches(self._data.test, batch_size=size, seed=0, shuffle=False)
-        total: dict[int, Score] = {}
-        for batch in islice(batches, min(self._config.training.eval_batches, batches.batches_per_epoch)):
-            for boundary, score in self._pipeline.evaluate(*self._place(batch)).items():
-                total[boundary] = total.get(boundary, Score()) + score
-        self._metrics.write(event="evaluation", step=step, scores=plain_scores(total))
-        return total
-
-    def _replica_part(self, batch: Batch) -> Batch:
-        inputs, labels = (part.chunk(self._mesh.num_replicas)[self._mesh.replica] for part in batch)
-        return inputs, labels
-
-    def _place(self, batch: Batch) -> Batch:
-        """The batch with real values in the configured precision."""
-        dtype = self._config.torch_dtype
-        inputs, labels = (part.to(dtype) if part.is_floating_point() else part for part in batch)
-        return inputs, labels
+        scores = self._evaluation.run(self._reader)
+        self._metrics.write(event="evaluation", step=step, scores=plain_scores(scores))
+        return scores
 
     def _describe(self) -> str:
         """The last loss at the last boundary, which another rank may have written down."""
@@ -338,11 +360,6 @@ class Loop:
         lines = [line for line in found if line["event"] == "step"]
         losses = list(lines[-1]["losses"].values()) if lines else []
         return f"training, loss {losses[-1]:.4f}" if losses else "training"
-
-
-def plain_scores(scores: Mapping[int, Score]) -> dict[int, dict[str, float | None]]:
-    """Loss and accuracy by boundary, as plain values."""
-    return {boundary: {"loss": score.loss, "accuracy": score.accuracy} for boundary, score in scores.items()}
 
 
 def measure_bubble(record: StepRecord) -> float:

@@ -1,6 +1,6 @@
 """The losses at the last boundary that rules of training look back on: of this epoch, and since the last decision.
 
-Only the last stage knows them; the others learn the mean when a rule asks for it.
+Only the last stage knows them; the others learn the mean over all labels that counted when a rule asks for it.
 """
 
 import torch
@@ -19,20 +19,20 @@ class LossMemory:
         self._mesh = mesh
         self._by_epoch = by_epoch
         self._by_decision = by_decision
-        self._epoch: list[float] = []
-        self._recent: list[float] = []
+        self._epoch: list[tuple[float, float]] = []  # (mean loss of a step, how many labels it is of)
+        self._recent: list[tuple[float, float]] = []
 
     @property
     def is_asked(self) -> bool:
         """Whether any rule asks; reading a loss off a GPU waits for it."""
         return self._by_epoch or self._by_decision
 
-    def add(self, losses: list[float]) -> None:
-        """Remember the losses of a step."""
+    def add(self, loss: float, count: float) -> None:
+        """Remember the mean loss of a step over so many labels."""
         if self._by_epoch:
-            self._epoch += losses
+            self._epoch.append((loss, count))
         if self._by_decision:
-            self._recent += losses
+            self._recent.append((loss, count))
 
     def take_epoch(self) -> float:
         """The epoch's mean, the same on every rank; then forget it. All of them must call it."""
@@ -59,20 +59,22 @@ class LossMemory:
             if name in saved.described:
                 found = torch.empty_like(saved.described[name], device="cpu")
                 saved.read({name: found})
-                losses[:] = found.tolist()
+                # Kept without counts before there were any: all steps were alike.
+                losses[:] = [(loss, 1.0) for loss in found.tolist()] if found.ndim == 1 else map(tuple, found.tolist())
 
     def _name(self, kind: str, replica: int) -> str:
         return f"losses.{kind}.{replica}"
 
-    def _mean(self, losses: list[float]) -> float:
+    def _mean(self, losses: list[tuple[float, float]]) -> float:
         mesh = self._mesh
-        mean = torch.tensor(sum(losses) / max(len(losses), 1), dtype=torch.float64, device=mesh.device)
+        total, count = sum(loss * number for loss, number in losses), sum(number for _, number in losses)
+        sums = torch.tensor([total, count], dtype=torch.float64, device=mesh.device)
         if mesh.stages is not None:
             with mesh.watch.waiting(mesh.stages, "the last stage's loss"):
-                dist.broadcast(mean, src=mesh.ranks_of_stages[-1], group=mesh.stages)
+                dist.broadcast(sums, src=mesh.ranks_of_stages[-1], group=mesh.stages)
         if mesh.replicas is not None:
             # Replicas that decided differently would no longer be replicas.
             with mesh.watch.waiting(mesh.replicas, "the replicas' loss"):
-                dist.all_reduce(mean, group=mesh.replicas)
-            mean /= mesh.num_replicas
-        return float(mean)
+                dist.all_reduce(sums, group=mesh.replicas)
+        total, count = sums.tolist()
+        return total / count if count else 0.0

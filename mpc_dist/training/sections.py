@@ -13,6 +13,10 @@ from mpc_dist.validation import MAX_COUNT, check_path, check_real, check_whole, 
 from mpc_dist.windows import Windows, backprop, cumulative, expand, loco, sliding, tumbling
 
 DROP_ON_RISE = "drop_on_rise"
+MOST_TESTED = 10_000
+"""Samples of an evaluation, if their number is left open."""
+MOST_WORKERS = 1_024
+"""Processes that read for a rank: more would only be a slip of the pen."""
 MAX_SECONDS = 1e8
 """Three years: more than that, torch and Python cannot wait."""
 
@@ -113,9 +117,13 @@ class DataParallelConfig:
     """ZeRO stage. 1: optimizer state; 2: reduced gradients too; null: as in deepspeed_config, or 1."""
     deepspeed_config: str | None = None
     """DeepSpeed's JSON file for what is not decided here, e.g. configs/deepspeed/zero1.json."""
+    check_every: int = 100
+    """Steps between checks that the replicas of a stage hold the same weights, besides one before each checkpoint; a
+    difference stops the run. 0: no checks."""
 
     def __post_init__(self) -> None:
         check_whole("data_parallel.degree", self.degree, minimum=1)
+        check_whole("data_parallel.check_every", self.check_every, minimum=0, maximum=MAX_COUNT)
         if self.sharding == "deepspeed" and self.degree == 1:
             raise ValueError(
                 "data_parallel.sharding deepspeed shares a stage's optimizer among its replicas, but "
@@ -125,6 +133,10 @@ class DataParallelConfig:
             raise ValueError(
                 "data_parallel.stage and data_parallel.deepspeed_config need data_parallel.sharding deepspeed, got none"
             )
+
+    def is_check_due(self, step: int) -> bool:
+        """Whether replicas are compared after this step, whatever else is done then."""
+        return self.degree > 1 and self.check_every > 0 and step % self.check_every == 0
 
     def read_zero(self) -> ZeroSettings | None:
         """What DeepSpeed is told; None without sharding."""
@@ -173,8 +185,12 @@ class TrainingConfig:
     """Steps between lines of metrics."""
     eval_every: int = 100
     """Steps between evaluations on the test set; there is one at the end anyway."""
-    eval_batches: int = 8
-    """Batches of an evaluation."""
+    eval_batches: int | Literal["all"] | None = None
+    """How much of the test set is scored: so many times batch_size samples; all; or null: all of it up to 10,000
+    samples, else 10,000 of them. The seed chooses them, the same ones every time; replicas share them."""
+    workers: int | None = None
+    """Processes of each rank of the first stage that read batches ahead; 0: none, the rank reads by itself; null: 0 for
+    data that is held in memory, up to 4 for pictures that have to be decoded."""
     clip_norm: float | None = None
     """Gradients are scaled down to this norm; null: never."""
     clip_scope: Literal["stage", "global"] = "stage"
@@ -200,8 +216,12 @@ class TrainingConfig:
     """Where metrics are written."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "log_every", "eval_every", "eval_batches"):
+        for name in ("steps", "log_every", "eval_every"):
             check_whole(f"training.{name}", getattr(self, name), minimum=1, maximum=MAX_COUNT)
+        if self.eval_batches not in ("all", None):
+            check_whole("training.eval_batches", self.eval_batches, minimum=1, maximum=MAX_COUNT)
+        if self.workers is not None:
+            check_whole("training.workers", self.workers, minimum=0, maximum=MOST_WORKERS)
         check_path("training.folder", self.folder)
         if self.clip_norm is not None:
             check_real("training.clip_norm", self.clip_norm, minimum=0)
@@ -214,6 +234,12 @@ class TrainingConfig:
             self.build_loss_scale()
         except ValueError as error:
             raise ValueError(f"training.loss_scale_start: {error}") from error
+
+    def count_tested(self, num_samples: int, batch_size: int) -> int:
+        """How many of so many test samples are scored."""
+        if self.eval_batches == "all":
+            return num_samples
+        return min(num_samples, MOST_TESTED if self.eval_batches is None else self.eval_batches * batch_size)
 
     def build_loss_scale(self) -> LossScale | None:
         """The scale to begin with; None if the loss is not scaled."""

@@ -12,6 +12,7 @@ from itertools import islice
 import torch
 
 from mpc_dist.data import Batch, Batches, Dataset
+from mpc_dist.data.dataset import select_tests
 from mpc_dist.gradient import eager_mpc_gradients
 from mpc_dist.models import Chain
 from mpc_dist.planner.plan import Candidate
@@ -23,6 +24,8 @@ from mpc_dist.windows import Windows, backprop
 
 BEST_FINALISTS = 3
 SHORT = 2
+MOST_TESTED = 1_000
+"""Test samples of a trial, which one process scores for every finalist."""
 MOST_SAID = 5
 SMALL_DIFFERENCE = 0.02
 """Qualities that differ by less are not said to disagree."""
@@ -34,7 +37,7 @@ def run_trials(config: Config, planned: Planned, *, num_steps: int, report: Repo
     data = config.data.load()
     finalists = choose_finalists(planned.plan.candidates)
     maps = list(dict.fromkeys([backprop(config.model.num_blocks), *map(windows_of, finalists)]))
-    tests = _test_batches(config, data)
+    tests = read_tests(config, data)
     initial = evaluate(build_whole_chain(config, data.task), tests)
     losses: dict[Windows, float] = {}
     for number, windows in enumerate(maps):
@@ -121,15 +124,15 @@ def train_briefly(config: Config, data: Dataset, windows: Windows, num_steps: in
     return evaluate(chain, tests)
 
 
-def _test_batches(config: Config, data: Dataset) -> list[Batch]:
-    size = min(config.batch_size, data.test.num_samples)
-    batches = Batches(data.test, batch_size=size, seed=0, shuffle=False)
-    count = min(config.training.eval_batches, batches.batches_per_epoch)
-    return [place(batch, config) for batch in islice(batches, count)]
+def read_tests(config: Config, data: Dataset) -> list[Batch]:
+    """The test samples that a configuration scores, or some of them, in batches."""
+    count = min(MOST_TESTED, config.training.count_tested(data.test.num_samples, config.batch_size))
+    chosen = select_tests(data.test, num_samples=count, seed=config.seed, batch_size=config.batch_size)
+    return [place(data.test.read(selection), config) for selection in chosen]
 
 
 def evaluate(chain: Chain, batches: list[Batch]) -> float:
-    """The mean loss at the last boundary."""
+    """The mean loss at the last boundary, over all samples."""
     chain.eval()
     with torch.no_grad():
         losses = []
@@ -137,9 +140,9 @@ def evaluate(chain: Chain, batches: list[Batch]) -> float:
             state = inputs
             for block in chain.blocks:
                 state = block(state)
-            losses.append(float(chain.loss_at(chain.num_blocks, state, labels)))
+            losses.append(len(inputs) * float(chain.loss_at(chain.num_blocks, state, labels)))
     chain.train()
-    return sum(losses) / len(losses)
+    return sum(losses) / sum(len(inputs) for inputs, _ in batches)
 
 
 def find_disagreements(tried: list[Candidate]) -> list[str]:

@@ -1,26 +1,36 @@
 """Batches: deterministic, the same for whoever asks, and resumable mid-epoch."""
 
 import itertools
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 
 from mpc_dist.data import Batches, Split
-from mpc_dist.data.dataset import Batch, Indices
+from mpc_dist.data.dataset import Indices, Noise, select_tests
 
 
 def numbered(count: int = 10) -> Split:
     return Split.of_tensors(torch.arange(count), torch.arange(count) * 10)
 
 
+@dataclass(frozen=True)
+class NoisySplit(Split):
+    """Samples that are augmented at random."""
+
+    num_samples: int = 0
+    num_random: int = 1
+
+    def read_inputs(self, indices: Indices, noise: Noise) -> torch.Tensor:
+        return torch.from_numpy(indices + noise[:, 0])
+
+    def read_labels(self, indices: Indices) -> torch.Tensor:
+        return torch.from_numpy(indices)
+
+
 def noisy(count: int = 10) -> Split:
-    """A split whose samples are augmented at random."""
-
-    def gather(indices: Indices, rng: np.random.Generator) -> Batch:
-        return torch.from_numpy(indices + rng.random(len(indices))), torch.from_numpy(indices)
-
-    return Split(count, gather)
+    return NoisySplit(count)
 
 
 def take(batches: Batches, count: int) -> list[list[float]]:
@@ -100,6 +110,10 @@ def test_a_state_of_another_batch_size_goes_on_after_the_samples_seen(steps, oth
     ("change", "message"),
     [
         ({"seed": 5}, "saved data state has seed 5 but this run 4; resume with the settings"),
+        (
+            {"fingerprint": "another"},
+            r"samples of the data set are not those .* --checkpoints\.resume never",
+        ),
         ({"batch_size": 0}, "batch size of the saved data state: 0 is out of range"),
         ({"shuffle": 0}, "saved data state has shuffle 0 but this run 1"),
         ({"num_samples": 11}, "saved data state has num_samples 11 but this run 10"),
@@ -130,3 +144,65 @@ def test_seeds_that_could_meet_another_seeds_stream_are_refused():
 def test_a_batch_size_that_cannot_be_filled_is_refused(batch_size):
     with pytest.raises(ValueError, match=rf"batch size {batch_size} is out of range; use 1\.\.10"):
         Batches(numbered(), batch_size=batch_size, seed=0)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_a_part_of_a_batch_is_the_same_whoever_reads_the_rest(replicas):
+    """Replicas read their parts alone: sample for sample they are those of the whole batch, augmentation included."""
+    whole = list(itertools.islice(Batches(noisy(), batch_size=4, seed=3), 5))
+    for replica in range(replicas):
+        alone = Batches(noisy(), batch_size=4, seed=3)
+        for inputs, labels in whole:
+            part = noisy().read(alone.select().part(replica, replicas))
+            assert torch.equal(part[0], inputs.chunk(replicas)[replica])
+            assert torch.equal(part[1], labels.chunk(replicas)[replica])
+
+
+def test_reading_ahead_leaves_the_sequence_where_it_stands():
+    batches = Batches(noisy(), batch_size=3, seed=4)
+    next(batches)
+    ahead, state = batches.ahead(), batches.state_dict()
+    expected = take(ahead, 7)
+    assert batches.state_dict() == state
+    assert take(batches, 7) == expected
+
+
+def test_a_state_that_says_nothing_of_the_content_is_read():
+    batches = Batches(numbered(), batch_size=3, seed=4)
+    state = batches.state_dict()
+    del state["fingerprint"]
+    batches.load_state_dict(state)
+
+
+def test_other_samples_have_another_fingerprint_and_the_same_ones_the_same():
+    rows = torch.arange(200.0).reshape(100, 2)
+    prints = [
+        Split.of_tensors(rows, torch.zeros(100)).fingerprint(),
+        Split.of_tensors(rows.clone(), torch.zeros(100)).fingerprint(),
+        Split.of_tensors(rows + 1, torch.zeros(100)).fingerprint(),
+        Split.of_tensors(rows, torch.ones(100)).fingerprint(),
+        Split.of_tensors(rows.to(torch.int64), torch.zeros(100)).fingerprint(),
+        Split.of_tensors(rows[:99], torch.zeros(99)).fingerprint(),
+    ]
+    assert prints[0] == prints[1]
+    assert len(set(prints)) == 5
+
+
+@pytest.mark.parametrize(("count", "replicas"), [(10, 1), (10, 2), (7, 3), (1, 2)])
+def test_replicas_share_the_test_samples_and_the_seed_alone_chooses_them(count, replicas):
+    def chosen(seed: int, num_replicas: int) -> list[int]:
+        shares = [
+            select_tests(
+                numbered(), num_samples=count, seed=seed, batch_size=3, replica=replica, num_replicas=num_replicas
+            )
+            for replica in range(num_replicas)
+        ]
+        assert all(0 < selection.num_samples <= 3 for share in shares for selection in share)
+        sizes = [sum(selection.num_samples for selection in share) for share in shares]
+        assert max(sizes) - min(sizes) <= 1
+        return sorted(index for share in shares for selection in share for index in selection.indices.tolist())
+
+    found = chosen(5, replicas)
+    assert len(set(found)) == count
+    assert found == chosen(5, 1)
+    assert count == 10 or any(chosen(seed, 1) != found for seed in range(5))  # the seed does choose

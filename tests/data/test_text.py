@@ -1,12 +1,14 @@
 """Text as tokens."""
 
 import itertools
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from mpc_dist.data import Batches, TextData
+from mpc_dist.data.text import TokenSplit
 
 
 def load_text(tmp_path: Path, content: bytes, **settings):
@@ -84,3 +86,36 @@ def test_bad_settings_are_refused(tmp_path: Path):
         TextData(test_fraction=1.5)
     with pytest.raises(ValueError, match=r"data\.max_bytes 0 is out of range"):
         TextData(max_bytes=0)
+
+
+def test_many_files_are_read_in_linear_time(tmp_path: Path):
+    """Were each joined to all before it, these 2,000 would take half a minute."""
+    for number in range(2_000):
+        (tmp_path / f"{number:04}.txt").write_bytes(b"%019d\n" % number * 1_000)
+    start = time.process_time()
+    data = TextData(path=str(tmp_path)).load()
+    assert time.process_time() - start < 5
+    assert data.train.num_samples == (36_000_000 - 1) // 128
+
+
+def test_a_limit_bounds_what_is_read_of_a_file_of_any_size(tmp_path: Path):
+    with (tmp_path / "huge").open("wb") as file:
+        file.truncate(1 << 42)  # takes no space
+    data = TextData(path=str(tmp_path), max_bytes=10_000).load()
+    assert data.train.num_samples == (9_000 - 1) // 128
+    with pytest.raises(ValueError, match=r"the text would take 4 TiB, but there are .*; set data\.max_bytes"):
+        TextData(path=str(tmp_path)).load()
+
+
+def test_a_token_takes_no_more_memory_than_it_needs(tmp_path: Path):
+    """The standard case, bytes, is as large in memory as on disk."""
+    for unit, size in (("bytes", 1), ("characters", 1)):
+        split = load_text(tmp_path, b"abcd" * 100, unit=unit, context=4).train
+        assert isinstance(split, TokenSplit)
+        assert split.tokens.itemsize == size
+    many = "".join(map(chr, range(0x4E00, 0x4E00 + 300)))
+    split = load_text(tmp_path, many.encode() * 3, unit="characters", context=4).train
+    assert isinstance(split, TokenSplit)
+    assert split.tokens.itemsize == 2
+    inputs, _ = next(Batches(split, batch_size=1, seed=0, shuffle=False))
+    assert inputs.dtype == torch.int64

@@ -14,11 +14,10 @@ from mpc_dist.models.hugging_face.checkpoint import WeightFiles
 from mpc_dist.profile import measure_angles, measure_memory
 from mpc_dist.profile.blocks import measure_blocks, without_allocating
 from mpc_dist.runtime.in_process import InProcessPipeline
-from mpc_dist.runtime.randomness import has_dropout
-from mpc_dist.schedule import build_schedule, lay_out
+from mpc_dist.schedule import build_schedule, lay_out, split_evenly
 from mpc_dist.task import Task
 from mpc_dist.windows import backprop, sliding
-from tests.examples import assert_same
+from tests.examples import assert_same, draw_batch
 from tests.models.hugging_face import (
     EXAMPLES,
     GPT2,
@@ -245,16 +244,27 @@ def test_a_pipeline_of_stages_gives_the_same_gradients(name, split):
     assert_same(found, expected, tolerance=FLOAT32)
 
 
-def test_dropout_inside_attention_is_seen_so_that_it_is_seeded():
-    def build(architecture, **fields):
-        task = TOKENS if architecture in ("gpt2", "llama") else IMAGES
-        return build_parts(HuggingFace(architecture=architecture, overrides=fields), task).block(1)
-
-    assert has_dropout(build("llama", **LLAMA, attention_dropout=0.1))
-    assert has_dropout(build("vit", **VIT, attention_probs_dropout_prob=0.1))
-    assert has_dropout(build("gpt2", **{**GPT2, "attn_pdrop": 0.1}))
-    for architecture, fields in (("llama", LLAMA), ("vit", VIT), ("gpt2", GPT2), ("resnet", RESNET)):
-        assert not has_dropout(build(architecture, **fields))
+@pytest.mark.parametrize(
+    ("architecture", "fields", "task"),
+    [
+        ("llama", {**LLAMA, "attention_dropout": 0.3}, TOKENS),
+        ("vit", {**VIT, "attention_probs_dropout_prob": 0.3}, IMAGES),
+        ("gpt2", {**GPT2, "attn_pdrop": 0.3}, TOKENS),
+    ],
+)
+def test_dropout_inside_attention_is_the_same_for_any_partition_and_state_of_the_generator(architecture, fields, task):
+    found = []
+    for num_stages in (1, 3):
+        chain = build_chain(HuggingFace(architecture=architecture, overrides=fields), task).train()
+        layout = lay_out(backprop(chain.num_blocks), split_evenly(chain.num_blocks, num_stages))
+        pipeline = InProcessPipeline(
+            chain, layout, build_schedule(layout, 2), optimizer=lambda p: torch.optim.SGD(p, lr=0.1)
+        )
+        torch.manual_seed(num_stages)
+        records = [pipeline.step(*draw_batch(task))[-1] for _ in range(2)]
+        found.append([float(loss) for record in records for loss in record.losses[layout.num_segments]])
+    assert found[0] == pytest.approx(found[1], abs=FLOAT32)
+    assert found[0][0] != found[0][1]  # micro-batches drop different features
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "vit", "resnet, basic"])

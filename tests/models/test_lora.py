@@ -143,7 +143,7 @@ def test_relays_and_frozen_weights_cost_no_weight_work():
 
     def costs(given) -> tuple[int, int, int]:
         block = build_parts(given, TOKENS).block(1)
-        segment = Segment([block], 1, None, cross_entropy, num_uses=2, num_microbatches=1)
+        segment = Segment([block], 1, None, cross_entropy, num_uses=2)
         state = torch.randn(4, 7, 64)
         forward = count_products(lambda: segment.forward(0, state))
         relay = count_products(lambda: segment.relay(0, torch.ones_like(state)))

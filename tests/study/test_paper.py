@@ -211,8 +211,8 @@ class TestBytesWithoutAllocating:
                     first = windows.stop_of(readout_at)
                     # Every window has a copy of its first state: its graph is its own.
                     state = states[first].clone() if first else inputs
-                    for block in chain.blocks[first:readout_at]:
-                        graphs.append(HeldBlock.run(block, state))
+                    for t, block in enumerate(chain.blocks[first:readout_at], start=first):
+                        graphs.append(HeldBlock.run(block, state, t))
                         state = graphs[-1].output.detach()
                     graphs.append(chain.loss_at(readout_at, state.requires_grad_(), labels))
                 held = count.live

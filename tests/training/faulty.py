@@ -29,7 +29,7 @@ class Fault:
     """What a block does wrong, in one micro-batch of one step (from 0) or, with `step` None, always."""
 
     block: int
-    how: Literal["activation", "adjoint", "gradient", "sleep", "stop", "die"]
+    how: Literal["activation", "adjoint", "gradient", "sleep", "stop", "die", "drift"]
     step: int | None = None
     microbatch: int = 0
     seconds: float = 0.0
@@ -38,7 +38,7 @@ class Fault:
 
 
 def inject(fault: Fault, num_microbatches: int, block: nn.Module) -> nn.Module:
-    calls = 0
+    calls = -1  # start-up runs each block once
 
     def spoil(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
         nonlocal calls
@@ -55,6 +55,10 @@ def inject(fault: Fault, num_microbatches: int, block: nn.Module) -> nn.Module:
         elif fault.how == "stop":
             subprocess.Popen(["sh", "-c", f"sleep {fault.seconds}; kill -9 {os.getpid()}"])
             os.kill(os.getpid(), signal.SIGSTOP)
+        elif fault.how == "drift":
+            with torch.no_grad():  # by the least that a float can differ
+                bias = next(p for p in block.parameters() if p.ndim == 1)
+                bias.copy_(torch.nextafter(bias, torch.tensor(9.0)))
         elif fault.how == "activation":
             return output * math.nan
         elif fault.how == "adjoint":

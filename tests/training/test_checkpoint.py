@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from mpc_dist.cli import main
+from mpc_dist.data.dataset import select_tests
 from mpc_dist.models import build_chain
 from mpc_dist.report.page import build_page
 from mpc_dist.report.run import read_run
@@ -142,7 +143,8 @@ def test_export_is_the_trained_model(four_stages: Path, tmp_path: Path, capsys: 
     saved = SavedCheckpoint(list_checkpoints(folder_of(four_stages))[-1])
     for name, parameter in chain.named_parameters():
         assert torch.equal(saved.read_all([name])[name], parameter), name
-    inputs, labels = data.test.gather(torch.arange(8).numpy(), None)  # type: ignore[arg-type]
+    (tested,) = select_tests(data.test, num_samples=8, seed=config.seed, batch_size=8)
+    inputs, labels = data.test.read(tested)
     evaluation = [line for line in read_metrics(four_stages, 3) if line["event"] == "evaluation"][-1]
     with torch.no_grad():
         loss = float(chain.loss(chain(inputs), labels))
@@ -190,7 +192,7 @@ def weights_after_drops(rank: int, config: Config) -> dict[str, torch.Tensor]:
 
     def collect_and_keep(pipeline: Pipeline) -> dict[str, torch.Tensor]:
         found = collect(pipeline)
-        kept.update({name: value for name, value in found.items() if name.startswith("blocks.")})
+        kept.update({name: value.detach().clone() for name, value in pipeline.named_parameters().items()})
         return found
 
     Pipeline.collect_state = collect_and_keep  # type: ignore[method-assign]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mpc_dist.cli import main
-from mpc_dist.data import Batches
+from mpc_dist.data.dataset import select_tests
 from mpc_dist.models import HuggingFace
 from mpc_dist.models.hugging_face import LoraConfig
 from mpc_dist.models.hugging_face.lora import AdaptedModel
@@ -100,8 +100,9 @@ def test_an_exported_run_is_loaded_by_transformers_and_peft(name, tmp_path):
     if config.lora.r:
         model = PeftModel.from_pretrained(model, tmp_path / "out" / "adapters")
     assert (tmp_path / "out" / "adapters").exists() == bool(config.lora.r)
-    batches = Batches(config.data.load().test, batch_size=config.batch_size, seed=0, shuffle=False)
-    inputs, labels = next(batches)
+    test = config.data.load().test
+    (tested,) = select_tests(test, num_samples=config.batch_size, seed=config.seed, batch_size=config.batch_size)
+    inputs, labels = test.read(tested)
     with torch.no_grad():
         loss = cross_entropy(model(inputs).logits, labels)
     assert float(loss) == pytest.approx(scores[4].loss, rel=1e-5)  # float32

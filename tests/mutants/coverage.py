@@ -69,7 +69,7 @@ class Coverage:
         ]
 
 
-def measure(client: Client, root: Path, path: str) -> MeasuredFile:
+def measure(client: Client, path: str) -> MeasuredFile:
     """Run a file of tests in an overlay without a fault, and see which lines each test runs."""
     with client.overlay.traced() as traced:
         outcome = client.run([path, "-m", "not slow"], {}, goes_on=True)
@@ -94,9 +94,11 @@ def measure(client: Client, root: Path, path: str) -> MeasuredFile:
         lines[test] = {source: sorted(numbers) for source, numbers in joined.items()}
     sources = sorted({source for by_source in lines.values() for source in by_source})
     skipped = {event[1] for event in outcome.events if event[0] == "skipped"}
+    # Of the overlay's files: the project's may have changed since.
+    copied = client.overlay.folder
     return MeasuredFile(
-        digest_of(root / path),
-        {source: digest_of(root / source) for source in sources},
+        digest_of(copied / path),
+        {source: digest_of(copied / source) for source in sources},
         seconds,
         lines,
         [test for test in failed if test not in skipped],

@@ -1,5 +1,7 @@
 """Runs every mutant against the tests that run its line, the quickest first, until one sees it."""
 
+import os
+import shutil
 import tempfile
 import threading
 import time
@@ -10,6 +12,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TypeVar
+
+import psutil
 
 from tests.mutants.client import Client
 from tests.mutants.coverage import Coverage, measure
@@ -23,6 +27,7 @@ BUDGET = 90.0
 LIMIT_FACTOR, LIMIT_EXTRA = 6.0, 15.0
 """A test hangs after so many times its seconds, and so many more: others may use the machine."""
 MOST_FAVOURITES = 4
+PREFIX = "mutants-"
 
 Item = TypeVar("Item")
 
@@ -53,7 +58,7 @@ class Hunt:
         """See which lines these files of tests run, and how long each test takes."""
 
         def one(client: Client, path: str) -> None:
-            measured = measure(client, self._root, path)
+            measured = measure(client, path)
             with self._lock:
                 self._coverage.keep(path, measured)
                 done(path)
@@ -114,7 +119,7 @@ class Hunt:
     def _try(
         self, client: Client, mutant: Mutant, tests: Sequence[str], seconds: dict[str, float]
     ) -> tuple[str, str | None]:
-        text = mutant.apply((self._root / mutant.path).read_text())
+        text = mutant.apply((client.overlay.folder / mutant.path).read_text())
         limits = {test: LIMIT_EXTRA + LIMIT_FACTOR * seconds[test] for test in tests}
         with client.overlay.planted(mutant.path, text):
             for group in self._groups(mutant, tests, seconds):
@@ -158,8 +163,18 @@ class Hunt:
     @contextmanager
     def _clients(self, number: int) -> Iterator["SimpleQueue[Client]"]:
         free: SimpleQueue[Client] = SimpleQueue()
+        remove_orphans(Path(tempfile.gettempdir()))
+        prefix = f"{PREFIX}{os.getpid()}-"
         with ExitStack() as stack:
             for _ in range(number):
-                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True))
+                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True))
                 free.put(stack.enter_context(Client(self._root, Path(folder), self._sources, self._preload)))
             yield free
+
+
+def remove_orphans(temporary: Path) -> None:
+    """Remove the overlays of runs that were killed."""
+    for folder in temporary.glob(f"{PREFIX}*-*"):
+        owner = folder.name.removeprefix(PREFIX).partition("-")[0]
+        if owner.isdigit() and not psutil.pid_exists(int(owner)):
+            shutil.rmtree(folder, ignore_errors=True)

@@ -16,6 +16,7 @@ import time
 import traceback
 import types
 from collections.abc import Mapping
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -199,6 +200,14 @@ def end_descendants() -> None:
         time.sleep(0.02)
 
 
+def _pytest_modules() -> list[str]:
+    """pytest's own parts and installed plugins, which take most of a short run's time."""
+    from _pytest.config import default_plugins
+
+    installed = [plugin.value for plugin in entry_points(group="pytest11")]
+    return [*(f"_pytest.{name}" for name in default_plugins), *installed]
+
+
 def _end_with_parent() -> None:
     libc = ctypes.CDLL(None)
     libc.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -219,7 +228,7 @@ def main() -> None:
     _end_with_parent()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    for name in sys.argv[1:]:
+    for name in (*_pytest_modules(), *sys.argv[1:]):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     loaded = [name for name in sys.modules if name.split(".")[0] == "mpc_dist"]

@@ -1,11 +1,17 @@
 """Mutation testing finds what tests do not see, and only that."""
 
 import ast
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.conftest import ROOT
 from tests.mutants import hunt
 from tests.mutants.__main__ import main
 from tests.mutants.choose import choose_mutants, share_out
@@ -175,7 +181,7 @@ def build_project(root: Path) -> None:
 
 
 def run_project(root: Path) -> int:
-    options = "--sources pkg/calc.py --tests checks --preload pytest --page page.md --reasons reasons.txt"
+    options = "--sources pkg/calc.py --tests checks --preload --page page.md --reasons reasons.txt"
     return main(options.split(), root)
 
 
@@ -233,6 +239,32 @@ def test_a_small_project_from_the_first_run_to_the_last_survivor(tmp_path: Path,
     assert results.read_bytes().startswith(lines)
     assert len(results.read_bytes().splitlines()) == len(lines.splitlines()) + 1
     assert (tmp_path / "page.md").read_text().count("**Reason:** nobody calls it") == 3
+
+
+def test_a_killed_run_leaves_no_process_and_the_next_removes_its_files(tmp_path: Path):
+    build_project(tmp_path)
+    (tmp_path / "checks" / "test_calc.py").write_text("import time\n\n\ndef test_long():\n    time.sleep(600)\n")
+    code = "from pathlib import Path; from tests.mutants.test_mutants import run_project; run_project(Path.cwd())"
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    environment = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": str(ROOT)}
+    run = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL)
+    whole = psutil.Process(run.pid)
+
+    def wait_for(is_so: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 60
+        while not is_so():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+    wait_for(lambda: any(path.stat().st_size for path in temporary.glob("*/log")) or len(whole.children(True)) >= 3)
+    started = whole.children(recursive=True)
+    run.kill()
+    run.wait()
+    wait_for(lambda: not any(process.is_running() and process.status() != "zombie" for process in started))
+    assert list(temporary.iterdir())
+    hunt.remove_orphans(temporary)
+    assert not list(temporary.iterdir())
 
 
 def test_a_reason_without_words_is_refused(tmp_path: Path):

@@ -11,6 +11,7 @@ Objectives only improve with time, quality, bytes, cost and horizon, so an optim
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -22,6 +23,7 @@ from mpc_dist.planner.objective import Choice, LeastCost, Objective, Trade
 from mpc_dist.planner.partition import Matrix, StagePricer, block_seconds, furthest, slowest_stage
 from mpc_dist.planner.plan import Shape
 from mpc_dist.planner.pricing import MESSAGES_HELD, Planner, Setting, bucket_bytes
+from mpc_dist.windows import Windows
 
 CAUTION = 1 - 1e-9
 """Sums in another order may differ in their last digits."""
@@ -61,7 +63,7 @@ class Bounds:
             return Bound(math.inf, math.inf, setting.num_stages, order)
         is_over_blocks = setting.shape.unit == "blocks" or setting.shape.windows == "backprop"
         one_by_one = (1,) * self._planner.num_blocks
-        quality = self._planner.quality_of(setting.shape, one_by_one) if is_over_blocks else 1.0
+        quality = self._planner.quality_of(setting.shape, one_by_one, None) if is_over_blocks else 1.0
         horizon = self._planner.num_blocks
         if setting.shape.unit == "blocks":
             horizon = pricer.units.reach
@@ -72,26 +74,42 @@ class Bounds:
         room = setting.num_stages * self._request.gpu_memory / CAUTION
         return self._least_bytes(setting, self._planner.pricer(setting)) <= room
 
-    def with_partition(self, setting: Setting, before: Bound) -> Bound:
-        """With the partitions that will be tried: the best of those that may fit, up to the first that surely does."""
+    def with_partition(self, setting: Setting, before: Bound, is_worth: Callable[[Bound], bool]) -> Bound:
+        """With the partitions that will be tried: the best of those that may fit, up to the first that surely does.
+
+        Nothing more is looked at once a bound is worth nothing.
+        """
         if not self.is_known:
             return before
-        pricer = self._planner.pricer(setting)
+        pricer, memory = self._planner.pricer(setting), self._request.gpu_memory
         found = []
         for partition, cap in self._planner.attempts(setting):
-            most, least = (
-                self._fullest(setting, pricer, partition, one) for one in (self._cap(setting, pricer, cap), 0)
-            )
-            if least > self._request.gpu_memory / CAUTION:
+            if self._fullest(setting, pricer, partition, 0) > memory / CAUTION:
                 continue
-            work, path = slowest_stage(partition, pricer), self._path_seconds(setting, partition)
-            seconds = max(before.step_seconds, CAUTION * work, CAUTION * path)
-            quality = self._planner.quality_of(setting.shape, partition)
-            horizon = furthest(setting.shape.over_blocks(partition))
-            found.append(self._bound(setting, before.order, seconds, quality, horizon))
-            if most <= CAUTION * self._request.gpu_memory:
+            found.append(self._of_partition(setting, before, partition, pricer, is_worth))
+            if self._fullest(setting, pricer, partition, self._cap(setting, pricer, cap)) <= CAUTION * memory:
                 break
         return min(found, default=Bound(math.inf, math.inf, setting.num_stages, before.order))
+
+    def _of_partition(
+        self,
+        setting: Setting,
+        before: Bound,
+        partition: tuple[int, ...],
+        pricer: StagePricer,
+        is_worth: Callable[[Bound], bool],
+    ) -> Bound:
+        seconds = max(before.step_seconds, CAUTION * slowest_stage(partition, pricer))
+        bound = self._bound(setting, before.order, seconds, 1.0, self._planner.num_blocks)
+        if not is_worth(bound):
+            return bound
+        windows = setting.shape.over_blocks(partition)
+        quality, horizon = self._planner.quality_of(setting.shape, partition, windows), furthest(windows)
+        bound = self._bound(setting, before.order, seconds, quality, horizon)
+        if not is_worth(bound):
+            return bound
+        seconds = max(seconds, CAUTION * self._path_seconds(setting, partition, windows))
+        return self._bound(setting, before.order, seconds, quality, horizon)
 
     def _bound(self, setting: Setting, order: int, seconds: float, quality: float, horizon: int) -> Bound:
         num_stages = setting.num_stages
@@ -159,10 +177,9 @@ class Bounds:
         spread = float(on_path.sum()) / (1 - (1 - 1 / microbatches) ** num_stages)
         return max(spread, chain + links + (microbatches - 1) * float(on_path[-1])) + update
 
-    def _path_seconds(self, setting: Setting, partition: tuple[int, ...]) -> float:
+    def _path_seconds(self, setting: Setting, partition: tuple[int, ...], windows: Windows) -> float:
         """The longest way of a window over the ranks, up and down again."""
         base, microbatches = self._base(setting.microbatches, setting.checkpoint), setting.microbatches
-        windows = setting.shape.over_blocks(partition)
         ends = np.cumsum(partition)
         rank_of = np.repeat(np.arange(len(partition)), partition)
         # Halves of weights wait, and so do weights beside relays; only whole backwards of one target carry them along.

@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import Protocol
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from mpc_dist.planner.measurements import Measurements
@@ -55,7 +54,7 @@ def partition_blocks(num_blocks: int, num_stages: int, stage_costs: StageCosts) 
         first, width = stage + 1, bands[kind].shape[1]
         ends = np.arange(first, first + most)
         # Row j, column w: block j - width + w begins the stage that ends before block j.
-        before = sliding_window_view(np.concatenate([np.full(width, np.inf), best]), width)[first : first + most]
+        before = np.concatenate([np.full(width, np.inf), best])[ends[:, None] + np.arange(width)]
         worst = np.maximum(before, bands[kind][first : first + most])
         cut = worst.argmin(axis=1)
         cuts.append(ends - width + cut)
@@ -156,6 +155,11 @@ class StagePricer:
         return self.units.is_over_stages and stage + 1 in self.units.readouts
 
     @cached_property
+    def _update(self) -> Matrix:
+        sizes = [block.parameter_bytes for block in self.measurements.blocks]
+        return self.measurements.update_seconds_per_byte * np.array(sizes)
+
+    @cached_property
     def _seconds_by_relays(self) -> dict[int, Matrix]:
         return {}
 
@@ -168,8 +172,7 @@ class StagePricer:
             per_block = block_seconds(self.measurements, counts, checkpoint=self.checkpoint)
             if not is_over_stages:
                 per_block = per_block + self._reading_seconds[1:]
-            update = [self.measurements.update_seconds([t]) for t in range(self.measurements.num_blocks)]
-            self._seconds_by_relays[relays] = _accumulate(self.num_microbatches * per_block + np.array(update))
+            self._seconds_by_relays[relays] = _accumulate(self.num_microbatches * per_block + self._update)
         return self._seconds_by_relays[relays]
 
     def _at_end(self, per_boundary: Sequence[float]) -> Matrix:
@@ -237,12 +240,11 @@ def furthest(windows: Windows) -> int:
 def block_seconds(measurements: Measurements, relays: Sequence[int], *, checkpoint: bool) -> Matrix:
     """Of each block, per micro-batch: forward, relays and backward; without reading losses."""
     again = 1.0 if checkpoint else 0.0
-    return np.array(
-        [
-            b.forward + b.input_grad * (1 + relay) + b.weight_grad + again * b.forward * (1 + relay)
-            for b, relay in zip(measurements.blocks, relays, strict=True)
-        ]
-    )
+    forward, input_grad, weight_grad = np.array(
+        [(b.forward, b.input_grad, b.weight_grad) for b in measurements.blocks]
+    ).T
+    passes = 1 + np.array(relays)
+    return np.asarray(forward + input_grad * passes + weight_grad + again * forward * passes)
 
 
 def count_relays(windows: Windows) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ from mpc_dist.windows import Windows
 CosineOf = Callable[[Windows], float]
 MESSAGES_HELD = 2
 """Receives that a rank posts ahead on each channel: `DistributedTransport.POSTED_AHEAD`."""
-SIMULATED_ACTIONS = 100_000
+SIMULATED_ACTIONS = 20_000
 """Of a horizon's schedule with more compute actions, the step time is estimated."""
 
 
@@ -142,7 +142,8 @@ class Planner:
             return range(request.num_gpus, request.num_gpus + 1)
         most = min(request.max_gpus, self._num_blocks)
         # Every number of a few GPUs; of many, those that one would buy.
-        return [k for k in range(1, most + 1) if k <= 8 or (k % 4 == 0 and k <= 32) or k % 16 == 0 or k == most]
+        steps = ((8, 1), (32, 4), (256, 16), (most, 64))
+        return [k for k in range(1, most + 1) if k == most or any(k <= end and k % step == 0 for end, step in steps)]
 
     def _shapes(self, num_stages: int, horizon: int) -> Iterator[tuple[Shape, bool, bool]]:
         yield Shape("backprop"), False, False
@@ -229,12 +230,13 @@ class Planner:
         layout = self._request.layout
         return None if layout is None else parse_partition(layout, self._num_blocks)
 
-    def quality_of(self, shape: Shape, partition: tuple[int, ...]) -> float:
-        """r^ = cos^2 of these windows' angle to back-propagation."""
+    def quality_of(self, shape: Shape, partition: tuple[int, ...], windows: Windows | None) -> float:
+        """r^ = cos^2 of these windows' angle to back-propagation; `windows` over blocks, where they are known."""
         # Windows over blocks do not depend on the partition.
         key = shape, partition if shape.unit == "stages" and shape.windows != "backprop" else ()
         if key not in self._qualities:
-            self._qualities[key] = max(0.0, min(1.0, self._cosine(shape.over_blocks(partition)))) ** 2
+            cosine = self._cosine(shape.over_blocks(partition) if windows is None else windows)
+            self._qualities[key] = max(0.0, min(1.0, cosine)) ** 2
         return self._qualities[key]
 
     def _price_partition(self, setting: Setting, partition: tuple[int, ...], cap: int | None) -> Candidate:
@@ -253,7 +255,7 @@ class Planner:
         )
         choice = Choice(
             horizon=furthest(windows),
-            quality=self.quality_of(shape, partition),
+            quality=self.quality_of(shape, partition, windows),
             memory=max(sizes),
             cost=self._realised_cost(sizes),
             num_gpus=len(partition),

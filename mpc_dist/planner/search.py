@@ -20,6 +20,9 @@ MOST_ACTIONS = 500_000
 REALISED_ACTIONS = 2_000_000
 """Compute actions in all the schedules that may be built to find the fewest GPUs for h*."""
 
+ALL = "all"
+"""Every candidate whose windows do not drift."""
+
 
 @dataclass(frozen=True)
 class Found:
@@ -51,14 +54,18 @@ def search(
         drifts, bound, is_close = heapq.heappop(waiting)
         setting = settings[bound.order]
         rivals = _rivals(setting, planner)
+
+        def is_worth(bound: Bound, rivals: Sequence[object] = rivals) -> bool:
+            return full or not any(rival in best and bound > best[rival] for rival in rivals)
+
         if bound.step_seconds == math.inf:
             pass  # it fits on no partition
-        elif not full and any(rival in best and bound > best[rival] for rival in rivals):
+        elif not is_worth(bound):
             num_pruned += 1
         elif not full and planner.num_actions(setting) > MOST_ACTIONS:
             num_too_long += 1
         elif not is_close and not full:
-            heapq.heappush(waiting, (drifts, bounds.with_partition(setting, bound), True))
+            heapq.heappush(waiting, (drifts, bounds.with_partition(setting, bound, is_worth), True))
             continue
         else:
             candidate = planner.price(setting)
@@ -67,24 +74,22 @@ def search(
                 reached = Bound(candidate.value, candidate.step_seconds, candidate.num_gpus, bound.order)
                 # What is not feasible beats nothing: all are priced then, and the nearest is named.
                 if candidate.value < math.inf:
-                    for name in (*rivals, "drifting" if drifts else "sound"):
+                    for name in (*rivals, ALL) if not drifts else rivals:
                         best[name] = min(best.get(name, reached), reached)
         advance()
-    return Found(
-        tuple(planner.rank([candidates[n] for n in sorted(candidates)])), len(settings), num_pruned, num_too_long
-    )
+    ranked = planner.rank([candidates[n] for n in sorted(candidates)])
+    return Found(tuple(ranked), len(settings), num_pruned, num_too_long)
 
 
 def _rivals(setting: Setting, planner: Planner) -> tuple[object, ...]:
     """What a setting has to beat to be worth simulating: its own kind, and in a large search also all others.
 
-    Back-propagation is what all are compared with, so its best is always found. Windows that drift are only chosen if
-    no others fit, and are of interest if they are better than those.
+    Back-propagation is what all are compared with, so its best is always found.
     """
     kind = (setting.shape, setting.split, setting.checkpoint)
     if planner.num_blocks * planner.most_stages <= SMALL_SEARCH or setting.shape.windows == "backprop":
         return (kind,)
-    return (kind, "sound", "drifting") if setting.shape.drifts else (kind, "sound")
+    return (kind, ALL)
 
 
 def make_plan(

@@ -45,27 +45,27 @@ def partition_blocks(num_blocks: int, num_stages: int, stage_costs: StageCosts) 
     bound = slowest_stage(split_evenly(num_blocks, num_stages), stage_costs)
     bands: dict[Hashable, Matrix] = {}
     most = num_blocks - num_stages + 1  # every other stage needs a block, too
-    best = np.where(np.arange(num_blocks + 1) == 0, 0.0, np.inf)  # of the first j blocks on the stages so far
+    nothing = np.full(most + num_blocks + 1, np.inf)
+    best = nothing.copy()  # [most + j]: of the first j blocks on the stages so far
+    best[most] = 0.0
+    places = np.arange(num_blocks + 1)[:, None] + np.arange(most)
     cuts = []
     for stage in range(num_stages):
         kind = stage_costs.kind(stage)
         if kind not in bands:
             bands[kind] = _band(stage, num_blocks, min(most, stage_costs.widest(stage, bound)), stage_costs)
-        first, width = stage + 1, bands[kind].shape[1]
-        ends = np.arange(first, first + most)
+        band = bands[kind][stage + 1 : stage + 1 + most]
         # Row j, column w: block j - width + w begins the stage that ends before block j.
-        before = np.concatenate([np.full(width, np.inf), best])[ends[:, None] + np.arange(width)]
-        worst = np.maximum(before, bands[kind][first : first + most])
-        cut = worst.argmin(axis=1)
-        cuts.append(ends - width + cut)
-        best = np.full(num_blocks + 1, np.inf)
-        best[first : first + most] = worst[np.arange(most), cut]
+        worst = np.maximum(best[places[stage + 1 : stage + 1 + most, most - band.shape[1] :]], band)
+        cuts.append(worst.argmin(axis=1) - band.shape[1])
+        best = nothing.copy()
+        best[most + stage + 1 : most + stage + 1 + most] = worst.min(axis=1)
     if not np.isfinite(best[-1]):
         return None
-    places = [num_blocks]
+    ends = [num_blocks]
     for stage in reversed(range(num_stages)):
-        places.append(int(cuts[stage][places[-1] - stage - 1]))
-    return tuple(end - start for start, end in itertools.pairwise(reversed(places)))
+        ends.append(ends[-1] + int(cuts[stage][ends[-1] - stage - 1]))
+    return tuple(end - start for start, end in itertools.pairwise(reversed(ends)))
 
 
 def slowest_stage(sizes: Sequence[int], stage_costs: StageCosts) -> float:

@@ -87,6 +87,37 @@ def test_a_stages_price_is_what_its_program_costs(sizes, kind, over_stages, M):
         assert pricer(rank, ends[rank], ends[rank + 1]) == pytest.approx(spent + update)
 
 
+def partition_densely(num_blocks: int, num_stages: int, pricer: StagePricer) -> tuple[int, ...] | None:
+    """Of equals the first cut, looking at every stage that there could be."""
+    starts, ends = np.meshgrid(np.arange(num_blocks + 1), np.arange(num_blocks + 1), indexing="ij")
+    best = np.where(np.arange(num_blocks + 1) == 0, 0.0, np.inf)
+    cuts = []
+    for stage in range(num_stages):
+        worst = np.where(starts < ends, np.maximum(best[:, None], pricer(stage, starts, ends)), np.inf)
+        cuts.append(worst.argmin(axis=0))
+        best = worst.min(axis=0)
+    if np.isinf(best[-1]):
+        return None
+    places = [num_blocks]
+    for cut in reversed(cuts):
+        places.append(int(cut[places[-1]]))
+    return tuple(b - a for a, b in itertools.pairwise(reversed(places)))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_narrow_stages_are_enough(seed):
+    rng = np.random.default_rng(seed)
+    T = int(rng.integers(1, 30))
+    K = int(rng.integers(1, T + 1))
+    # Equal blocks have many best partitions; one large block makes others wide.
+    forwards = [1.0] * T if seed % 3 == 0 else list(rng.uniform(0.1, 5, T))
+    forwards[int(rng.integers(T))] *= 1 + 30 * (seed % 2)
+    windows = UnitWindows(tumbling(K, min(2, K)), True) if seed % 4 < 2 else UnitWindows(sliding(T, min(3, T)), False)
+    limit = [np.inf, 60.0, 200.0][int(rng.integers(3))]
+    pricer = StagePricer(measured(forwards, seed=seed), windows, 3, (2,) * K, memory_limit=limit)
+    assert partition_blocks(T, K, pricer) == partition_densely(T, K, pricer)
+
+
 def test_a_thousand_blocks_onto_64_stages():
     found = measured(list(np.random.default_rng(0).uniform(1, 2, 1000)))
     pricer = StagePricer(found, UnitWindows(sliding(64, 2), True), 8, (3,) * 64)

@@ -4,6 +4,7 @@ A stage's cost depends on its blocks and, with windows counted in stages, on its
 """
 
 import itertools
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -43,6 +44,8 @@ def partition_blocks(num_blocks: int, num_stages: int, stage_costs: StageCosts) 
     if num_stages > num_blocks:
         raise ValueError(f"{num_blocks} blocks cannot fill {num_stages} stages; use at most {num_blocks}")
     bound = slowest_stage(split_evenly(num_blocks, num_stages), stage_costs)
+    if num_stages == num_blocks:  # the only one there is
+        return (1,) * num_blocks if math.isfinite(bound) else None
     bands: dict[Hashable, Matrix] = {}
     most = num_blocks - num_stages + 1  # every other stage needs a block, too
     nothing = np.full(most + num_blocks + 1, np.inf)

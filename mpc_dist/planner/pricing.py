@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from mpc_dist.planner.cost import LadderCost
@@ -93,7 +94,7 @@ class Planner:
 
     def step_seconds(self, horizon: int) -> float:
         """Predicted time of a step with the paper's windows, on all GPUs, whatever memory it takes."""
-        num_stages, microbatches = self._stage_counts()[-1], max(self._measurements)
+        num_stages, microbatches = self._stage_counts[-1], max(self._measurements)
         shape = Shape("sliding", horizon, "blocks")
         setting = Setting(shape, num_stages, microbatches, num_stages > 1, False)
         pricer = self.pricer(setting)
@@ -122,7 +123,7 @@ class Planner:
         """Everything worth a look; h* is among it."""
         return [
             Setting(shape, num_stages, m, split, checkpoint)
-            for num_stages in self._stage_counts()
+            for num_stages in self._stage_counts
             for m in self._measurements
             for shape, split, checkpoint in self._shapes(num_stages, horizon)
         ]
@@ -130,8 +131,9 @@ class Planner:
     @property
     def most_stages(self) -> int:
         """The largest number of stages that is looked at."""
-        return self._stage_counts()[-1]
+        return self._stage_counts[-1]
 
+    @cached_property
     def _stage_counts(self) -> Sequence[int]:
         request = self._request
         if request.layout is not None:

@@ -273,9 +273,9 @@ class Loop:
 
     def _train_step(self, step: int, *, is_first: bool) -> None:
         epoch = self._batches.epoch
-        asked = time.perf_counter()
-        part = self._last_part = next(self._feed)
         start = time.perf_counter()
+        part = self._last_part = next(self._feed)
+        waited = time.perf_counter() - start
         extra: dict[str, int] = {}
         if is_first:
             # What a schedule holds does not change from step to step: it is counted once.
@@ -307,7 +307,7 @@ class Loop:
                 losses=losses,
                 num_labels=num_labels,
                 step_seconds=seconds,
-                seconds_waiting_for_data=start - asked,
+                seconds_waiting_for_data=waited,
                 samples_per_second=self._config.batch_size * self._mesh.num_replicas / seconds,
                 bubble=measure_bubble(record),
                 busy_seconds=record.busy_seconds,

@@ -30,7 +30,7 @@ BUDGET = 45.0
 """Seconds of tests that a mutant must survive; slower ones are left out."""
 LIMIT_FACTOR, LIMIT_EXTRA = 6.0, 15.0
 """A test hangs after so many times its seconds, and so many more: others may use the machine."""
-MOST_FAVOURITES = 4
+MOST_FAVOURITES, MOST_NARROW = 4, 12
 PREFIX = "mutants-"
 
 Item = TypeVar("Item")
@@ -57,6 +57,7 @@ class Hunt:
         self._workers = workers
         self._lock = threading.Lock()
         self._kills: dict[str, Counter[str]] = defaultdict(Counter)
+        self._breadth: dict[str, int] = {}
         self.doubtful: Counter[str] = Counter()
         """Tests that failed beside others but not again alone, or without the fault as well; how often."""
 
@@ -74,6 +75,7 @@ class Hunt:
     def run(self, mutants: Sequence[Mutant], done: Callable[[Mutant, Result], None]) -> None:
         """Run these mutants."""
         seconds = self._coverage.seconds
+        self._breadth = self._coverage.breadth
 
         def one(client: Client, mutant: Mutant) -> None:
             tests = self.tests_for(mutant)
@@ -96,7 +98,8 @@ class Hunt:
                 self._results.add(result)
                 done(mutant, result)
 
-        self._spread(mutants, one)
+        # By name, which is by chance: a run that is interrupted has seen a bit of everything.
+        self._spread(sorted(mutants, key=lambda mutant: mutant.key), one)
 
     def unfinished(self, mutants: Sequence[Mutant]) -> list[Mutant]:
         """Those without a result that still holds."""
@@ -170,14 +173,19 @@ class Hunt:
         return {t: LIMIT_EXTRA + LIMIT_FACTOR * (seconds[t] + longest[t.partition("::")[0]]) for t in tests}
 
     def _groups(self, mutant: Mutant, tests: Sequence[str], seconds: dict[str, float]) -> Iterator[list[str]]:
-        """First those that saw most faults of this file, then by speed."""
-        favourites = [test for test, _ in self._kills[mutant.path].most_common() if test in tests][:MOST_FAVOURITES]
+        """First a few that saw most faults of this file and those that run least beside it, then by speed."""
+        quick = [test for test in tests if seconds[test] < PHASES[1]]
+        favourites = [test for test, _ in self._kills[mutant.path].most_common() if test in quick][:MOST_FAVOURITES]
+        narrow = sorted(quick, key=lambda test: (self._breadth[test], seconds[test]))[:MOST_NARROW]
+        first = list(dict.fromkeys([*favourites, *narrow]))
+        if first:
+            yield first
+        rest = [test for test in tests if test not in set(first)]
         least = 0.0
         for most in PHASES:
-            group = [test for test in tests if least <= seconds[test] < most]
-            first = [test for test in favourites if test in group]
+            group = [test for test in rest if least <= seconds[test] < most]
             if group:
-                yield [*first, *(test for test in group if test not in first)]
+                yield group
             least = most
 
     def _spread(self, items: Sequence[Item], work: Callable[[Client, Item], None]) -> None:

@@ -150,6 +150,13 @@ def test_the_papers_rule_drops_the_rate_when_an_epochs_loss_rose():
         rule.end_epoch(loss)
         rates.append(optimizer.param_groups[0]["lr"])
     assert rates == pytest.approx([1, 1, 0.9, 0.9, 0.81])
+    later = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    again = DropOnRise(later)
+    again.load_state_dict(rule.state_dict())
+    assert later.param_groups[0]["lr"] == pytest.approx(0.81)
+    assert again.state_dict() == {"last": 2.6, "num_drops": 2}
+    again.end_epoch(2.7)
+    assert later.param_groups[0]["lr"] == pytest.approx(0.729)
 
 
 def test_any_scheduler_of_torch_is_stepped_and_bad_arguments_are_named():

@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
     reasons = read_reasons(root / given.reasons)
     page = root / given.page
     page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(make_page(found, reasons, number=given.number, seed=given.seed))
+    page.write_text(make_page(found, reasons, number=len(mutants), seed=given.seed))
     killed = sum(result.is_killed for _, result in found)
     open_ones = [mutant for mutant, result in found if not result.is_killed and mutant.key not in reasons]
     console.print(f"{killed} of {len(found)} mutants killed; {len(open_ones)} survivors without a reason: {given.page}")

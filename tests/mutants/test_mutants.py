@@ -329,7 +329,10 @@ def test_a_change_of_the_function_or_of_the_tests_of_a_survivor_asks_for_another
 
 
 def test_the_page_of_nothing_says_so():
-    assert "0 mutants, 0 killed" in make_page([], {}, number=3, seed=0)
+    page = make_page([], {}, number=3, seed=0)
+    assert "0 mutants, 0 killed" in page
+    assert "Not finished: 0 of 3 have been run" in page
+    assert "Not finished" not in make_page([], {}, number=0, seed=0)
 
 
 def test_a_mutant_is_shown_on_one_line():

@@ -263,3 +263,13 @@ def test_windows_that_do_not_fit_the_model_are_refused(compute):
     del model.readouts["1"]
     with pytest.raises(ValueError, match=r"aim at boundaries \[1\], which have no readout; .* \[2, 3\]"):
         compute(model, inputs, labels, forward_forward(3))
+
+
+@pytest.mark.parametrize("compute", [mpc_gradients, eager_mpc_gradients])
+def test_labels_of_which_none_counts_teach_nothing(compute):
+    model = build_chain(GPT(num_blocks=2, width=8, num_heads=2), TOKENS)
+    tokens, labels = draw_batch(TOKENS)
+    gradients = compute(model, tokens, torch.full_like(labels, -100), sliding(2, 1))
+    assert set(gradients) == {name for name, _ in model.named_parameters()}
+    for name, gradient in gradients.items():
+        assert torch.equal(gradient, torch.zeros_like(gradient)), name

@@ -70,7 +70,9 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
         hunt.measure(stale, lambda path: progress.update(bar, advance=1))
         for path, measured in coverage.files.items():
             for test in measured.failed:
-                console.print(f"fails without any fault, and is left out: {test} (of {path})", markup=False)
+                console.print(
+                    f"fails without any fault, and is left out: {test} (of {path})", markup=False, soft_wrap=True
+                )
         left = hunt.unfinished(mutants)
         bar = progress.add_task("mutants", total=len(mutants), completed=len(mutants) - len(left))
 
@@ -83,11 +85,13 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
 
         hunt.run(left, show)
 
+    for test, times in hunt.doubtful.most_common():
+        console.print(f"failed {times} times, but not because of the fault: {test}", markup=False, soft_wrap=True)
     found = [(mutant, result) for mutant in mutants if (result := results.get(mutant)) is not None]
     reasons = read_reasons(root / given.reasons)
     page = root / given.page
     page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(make_page(found, reasons, number=given.number, seed=given.seed))
+    page.write_text(make_page(found, reasons, number=len(mutants), seed=given.seed))
     killed = sum(result.is_killed for _, result in found)
     open_ones = [mutant for mutant, result in found if not result.is_killed and mutant.key not in reasons]
     console.print(f"{killed} of {len(found)} mutants killed; {len(open_ones)} survivors without a reason: {given.page}")

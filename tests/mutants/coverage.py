@@ -59,6 +59,15 @@ class Coverage:
         """Of every test."""
         return {test: seconds for measured in self.files.values() for test, seconds in measured.seconds.items()}
 
+    @property
+    def breadth(self) -> dict[str, int]:
+        """How many lines every test runs: one that runs few looks closely at them."""
+        return {
+            test: sum(map(len, by_source.values()))
+            for measured in self.files.values()
+            for test, by_source in measured.lines.items()
+        }
+
     def tests_of(self, source: str, lines: range) -> list[str]:
         """The tests that run one of these lines."""
         return [

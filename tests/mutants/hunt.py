@@ -1,4 +1,8 @@
-"""Runs every mutant against the tests that run its line, the quickest first, until one sees it."""
+"""Runs every mutant against the tests that run its line, the quickest first, until one sees it.
+
+Tests run here in another order than usual, beside other work: one may fail for that alone. So the test that saw a fault
+is run again by itself, with the fault, where it must fail, and without it, where it must pass.
+"""
 
 import os
 import shutil
@@ -6,7 +10,7 @@ import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -22,11 +26,11 @@ from tests.mutants.results import HUNG, KILLED, SURVIVED, UNTESTED, Result, Resu
 
 PHASES = (0.5, 4.0, float("inf"))
 """Tests are run in groups that end at these seconds per test: a start takes about a second, an early end saves more."""
-BUDGET = 90.0
+BUDGET = 45.0
 """Seconds of tests that a mutant must survive; slower ones are left out."""
 LIMIT_FACTOR, LIMIT_EXTRA = 6.0, 15.0
 """A test hangs after so many times its seconds, and so many more: others may use the machine."""
-MOST_FAVOURITES = 4
+MOST_FAVOURITES, MOST_NARROW = 4, 12
 PREFIX = "mutants-"
 
 Item = TypeVar("Item")
@@ -53,6 +57,9 @@ class Hunt:
         self._workers = workers
         self._lock = threading.Lock()
         self._kills: dict[str, Counter[str]] = defaultdict(Counter)
+        self._breadth: dict[str, int] = {}
+        self.doubtful: Counter[str] = Counter()
+        """Tests that failed beside others but not again alone, or without the fault as well; how often."""
 
     def measure(self, paths: Sequence[str], done: Callable[[str], None]) -> None:
         """See which lines these files of tests run, and how long each test takes."""
@@ -68,18 +75,21 @@ class Hunt:
     def run(self, mutants: Sequence[Mutant], done: Callable[[Mutant, Result], None]) -> None:
         """Run these mutants."""
         seconds = self._coverage.seconds
+        self._breadth = self._coverage.breadth
 
         def one(client: Client, mutant: Mutant) -> None:
             tests = self.tests_for(mutant)
             began = time.monotonic()
             outcome, test = self._try(client, mutant, tests, seconds) if tests else (UNTESTED, None)
+            # Of what was run: the project's files may have changed since.
+            copied = client.overlay.folder
             result = Result(
                 mutant.key,
-                digest_scope(self._root, mutant),
+                digest_scope(copied, mutant),
                 outcome,
                 test,
                 len(tests),
-                digest_tests(self._root, tests),
+                digest_tests(copied, tests),
                 round(time.monotonic() - began, 2),
             )
             with self._lock:
@@ -88,7 +98,8 @@ class Hunt:
                 self._results.add(result)
                 done(mutant, result)
 
-        self._spread(mutants, one)
+        # By name, which is by chance: a run that is interrupted has seen a bit of everything.
+        self._spread(sorted(mutants, key=lambda mutant: mutant.key), one)
 
     def unfinished(self, mutants: Sequence[Mutant]) -> list[Mutant]:
         """Those without a result that still holds."""
@@ -119,24 +130,62 @@ class Hunt:
     def _try(
         self, client: Client, mutant: Mutant, tests: Sequence[str], seconds: dict[str, float]
     ) -> tuple[str, str | None]:
+        """What became of it, and who saw it; who only seems to have seen it is passed over."""
         text = mutant.apply((client.overlay.folder / mutant.path).read_text())
-        limits = {test: LIMIT_EXTRA + LIMIT_FACTOR * seconds[test] for test in tests}
-        with client.overlay.planted(mutant.path, text):
-            for group in self._groups(mutant, tests, seconds):
-                outcome = client.run(group, limits)
-                if outcome.kind != "passed":
-                    return (HUNG if outcome.kind == "hung" else KILLED), outcome.test or group[0]
+        limits = self._limits(tests, seconds)
+        left = list(tests)
+        while left:
+            with client.overlay.planted(mutant.path, text):
+                suspicion, passed = self._suspect(client, self._groups(mutant, left, seconds), limits)
+                if suspicion is None:
+                    return SURVIVED, None
+                kind, test = suspicion
+                fails_again = client.run([test], limits).kind != "passed"
+            if fails_again and client.run([test], limits).kind == "passed":
+                return (HUNG if kind == "hung" else KILLED), test
+            with self._lock:
+                self.doubtful[test] += 1
+            left = [other for other in left if other not in passed and other != test]
         return SURVIVED, None
 
+    def _suspect(
+        self, client: Client, groups: Iterator[list[str]], limits: Mapping[str, float]
+    ) -> tuple[tuple[str, str] | None, set[str]]:
+        """How the first run ended that did not pass, and at which test; and the tests that passed before."""
+        passed: set[str] = set()
+        for group in groups:
+            outcome = client.run(group, limits)
+            if outcome.kind != "passed":
+                # A file that cannot be imported is no test: any of its tests will show it.
+                of_file = [test for test in group if test.partition("::")[0] == outcome.test]
+                test = outcome.test if outcome.test in group else [*of_file, group[0]][0]
+                passed |= {event[1] for event in outcome.events if event[0] == "end"} - {test}
+                return (outcome.kind, test), passed
+            passed |= set(group)
+        return None, passed
+
+    def _limits(self, tests: Sequence[str], seconds: dict[str, float]) -> dict[str, float]:
+        """Seconds after which each test hangs; what its file makes once may fall to any of its tests."""
+        longest: dict[str, float] = defaultdict(float)
+        for test, taken in seconds.items():
+            file = test.partition("::")[0]
+            longest[file] = max(longest[file], taken)
+        return {t: LIMIT_EXTRA + LIMIT_FACTOR * (seconds[t] + longest[t.partition("::")[0]]) for t in tests}
+
     def _groups(self, mutant: Mutant, tests: Sequence[str], seconds: dict[str, float]) -> Iterator[list[str]]:
-        """First those that saw most faults of this file, then by speed."""
-        favourites = [test for test, _ in self._kills[mutant.path].most_common() if test in tests][:MOST_FAVOURITES]
+        """First a few that saw most faults of this file and those that run least beside it, then by speed."""
+        quick = [test for test in tests if seconds[test] < PHASES[1]]
+        favourites = [test for test, _ in self._kills[mutant.path].most_common() if test in quick][:MOST_FAVOURITES]
+        narrow = sorted(quick, key=lambda test: (self._breadth[test], seconds[test]))[:MOST_NARROW]
+        first = list(dict.fromkeys([*favourites, *narrow]))
+        if first:
+            yield first
+        rest = [test for test in tests if test not in set(first)]
         least = 0.0
         for most in PHASES:
-            group = [test for test in tests if least <= seconds[test] < most]
-            first = [test for test in favourites if test in group]
+            group = [test for test in rest if least <= seconds[test] < most]
             if group:
-                yield [*first, *(test for test in group if test not in first)]
+                yield group
             least = most
 
     def _spread(self, items: Sequence[Item], work: Callable[[Client, Item], None]) -> None:

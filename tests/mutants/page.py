@@ -22,6 +22,7 @@ def make_page(found: Sequence[tuple[Mutant, Result]], reasons: Mapping[str, str]
         "",
         f"{len(found)} mutants, {killed} killed ({_percent(killed, len(found))}); of the {len(survivors)} survivors "
         f"{sum(mutant.key in reasons for mutant, _ in survivors)} have a reason.",
+        *([] if len(found) == number else ["", f"**Not finished: {len(found)} of {number} have been run.**"]),
         "",
         "| package | mutants | killed | of these hung | survived | of these no test runs |",
         "|---|---|---|---|---|---|",

@@ -241,6 +241,51 @@ def test_a_small_project_from_the_first_run_to_the_last_survivor(tmp_path: Path,
     assert (tmp_path / "page.md").read_text().count("**Reason:** nobody calls it") == 3
 
 
+DEPENDENT = """import time
+
+import pytest
+
+from pkg import calc
+
+STATE = {"is_clean": True}
+
+
+@pytest.fixture(scope="module")
+def slow_to_make():
+    time.sleep(4)
+
+
+def test_slow_first(slow_to_make):
+    calc.weak(1)
+
+
+def test_quick_later(slow_to_make):
+    calc.weak(1)
+
+
+def test_wants_a_clean_state():
+    time.sleep(0.1)
+    calc.weak(1)
+    assert STATE["is_clean"]
+
+
+def test_leaves_its_mark():
+    calc.weak(1)
+    STATE["is_clean"] = False
+"""
+"""All pass in this order; the quickest first, one fails and another takes longer than by itself."""
+
+
+def test_a_test_that_fails_for_its_place_alone_kills_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(hunt, "LIMIT_EXTRA", 2.0)
+    monkeypatch.setattr(hunt, "LIMIT_FACTOR", 1.5)
+    build_project(tmp_path)
+    (tmp_path / "pkg" / "calc.py").write_text("def weak(number: int) -> int:\n    return number + 7\n")
+    (tmp_path / "checks" / "test_calc.py").write_text(DEPENDENT)
+    assert run_project(tmp_path) == 1
+    assert set(outcomes(tmp_path).values()) == {"survived"}
+
+
 def test_a_killed_run_leaves_no_process_and_the_next_removes_its_files(tmp_path: Path):
     build_project(tmp_path)
     (tmp_path / "checks" / "test_calc.py").write_text("import time\n\n\ndef test_long():\n    time.sleep(600)\n")
@@ -284,7 +329,10 @@ def test_a_change_of_the_function_or_of_the_tests_of_a_survivor_asks_for_another
 
 
 def test_the_page_of_nothing_says_so():
-    assert "0 mutants, 0 killed" in make_page([], {}, number=3, seed=0)
+    page = make_page([], {}, number=3, seed=0)
+    assert "0 mutants, 0 killed" in page
+    assert "Not finished: 0 of 3 have been run" in page
+    assert "Not finished" not in make_page([], {}, number=0, seed=0)
 
 
 def test_a_mutant_is_shown_on_one_line():

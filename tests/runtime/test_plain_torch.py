@@ -2,7 +2,9 @@
 
 import copy
 import math
+import zlib
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -10,7 +12,7 @@ from torch import Tensor, nn
 from mpc_dist.readout import mean_squared_error
 from mpc_dist.runtime import StageOptions, build_pipeline
 from mpc_dist.runtime.local import run_local_ranks
-from mpc_dist.windows import backprop
+from mpc_dist.windows import backprop, sliding
 
 M = 2
 
@@ -88,3 +90,36 @@ def test_a_skipped_step_leaves_no_trace_in_batch_norm():
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value)
     assert int(found["0.1.num_batches_tracked"]) == 2 * M
+
+
+def test_readouts_drop_features_by_their_boundary():
+    """A readout draws from its boundary, negated, so that it is no block's: the same for any partition."""
+    torch.manual_seed(0)
+    seed, T = 3, 3
+    blocks: list[nn.Module] = [nn.Linear(6, 6) for _ in range(T)]
+    readouts: dict[int, nn.Module] = {s: nn.Sequential(nn.Dropout(0.5), nn.Linear(6, 6)) for s in range(1, T + 1)}
+    plain, plain_heads = copy.deepcopy(blocks), copy.deepcopy(readouts)
+    batches = [(torch.randn(4, 6), torch.randn(4, 6)) for _ in range(2)]
+    options = StageOptions(seed=seed)
+    with build_pipeline(
+        *(blocks, mean_squared_error),
+        **{"horizon": sliding(T, 1), "optimizer": sgd, "num_microbatches": M, "readouts": readouts, "options": options},
+    ) as pipeline:
+        losses = [pipeline.step(inputs, labels).losses for inputs, labels in batches]
+
+    optimizer = sgd([p for module in (*plain, *plain_heads.values()) for p in module.parameters()])
+    for step, (inputs, labels) in enumerate(batches):
+        expected = dict.fromkeys(plain_heads, 0.0)
+        for microbatch, (x, y) in enumerate(zip(inputs.chunk(M), labels.chunk(M), strict=True)):
+            for boundary, block in enumerate(plain, start=1):
+                x = block(x.detach())
+                torch.manual_seed(zlib.crc32(f"{seed} 0 {step} {microbatch} {-boundary}".encode()))
+                loss = F.mse_loss(plain_heads[boundary](x), y) / M
+                loss.backward()
+                expected[boundary] += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert losses[step] == pytest.approx(expected)
+    for found, wanted in zip((*blocks, *readouts.values()), (*plain, *plain_heads.values()), strict=True):
+        for (name, weight), other in zip(found.named_parameters(), wanted.parameters(), strict=True):
+            torch.testing.assert_close(weight, other, msg=name)

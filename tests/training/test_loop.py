@@ -11,7 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from mpc_dist.runtime.executor import StepRecord
+from mpc_dist.schedule import parse_action
+from mpc_dist.schedule.simulator import Interval
 from mpc_dist.training.config import ConfigParser
+from mpc_dist.training.loop import measure_bubble
 from mpc_dist.training.metrics import MetricsFile, metrics_path, read_metrics
 from mpc_dist.training.optimizer import DropOnRise, build_scheduler
 from mpc_dist.training.sections import HorizonConfig, OptimizerConfig
@@ -146,6 +150,13 @@ def test_the_papers_rule_drops_the_rate_when_an_epochs_loss_rose():
         rule.end_epoch(loss)
         rates.append(optimizer.param_groups[0]["lr"])
     assert rates == pytest.approx([1, 1, 0.9, 0.9, 0.81])
+    later = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    again = DropOnRise(later)
+    again.load_state_dict(rule.state_dict())
+    assert later.param_groups[0]["lr"] == pytest.approx(0.81)
+    assert again.state_dict() == {"last": 2.6, "num_drops": 2}
+    again.end_epoch(2.7)
+    assert later.param_groups[0]["lr"] == pytest.approx(0.729)
 
 
 def test_any_scheduler_of_torch_is_stepped_and_bad_arguments_are_named():
@@ -172,3 +183,13 @@ def test_the_end_of_a_metrics_file_can_be_read_alone(tmp_path: Path):
     assert read_metrics(tmp_path, 0, last_bytes=size) == whole
     assert 1 <= len(read_metrics(tmp_path, 0, last_bytes=300)) < 10
     assert read_metrics(tmp_path, 1, last_bytes=300) == []
+
+
+def test_the_bubble_is_the_share_of_a_step_without_work():
+    assert measure_bubble(StepRecord()) == 0.0
+    forward, backward = parse_action("F0.0"), parse_action("B0.0")
+    record = StepRecord(timeline=[Interval(forward, 11.0, 12.0), Interval(backward, 13.0, 14.0)], started=10.0)
+    assert record.busy_seconds == 2.0
+    assert measure_bubble(record) == 0.5
+    record.started = 13.0  # what another clock might give is no bubble below zero
+    assert measure_bubble(record) == 0.0

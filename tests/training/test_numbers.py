@@ -1,12 +1,14 @@
 """Numbers that are not finite: found where they appear, and the step is stopped or skipped on all ranks alike."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from mpc_dist.data.reading import Part
 from mpc_dist.training.checkpoint import SavedCheckpoint
 from mpc_dist.training.checkpoint_folder import folder_of, list_checkpoints, step_of
 from mpc_dist.training.metrics import read_metrics
@@ -69,10 +71,8 @@ def test_a_single_process_names_block_and_micro_batch(tmp_path: Path, monkeypatc
 
 
 def test_data_that_is_not_finite_is_blamed_on_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from mpc_dist.training import loop
-
-    place = loop.Loop._place
-    monkeypatch.setattr(loop.Loop, "_place", lambda self, batch: (place(self, batch)[0] / 0, place(self, batch)[1]))
+    to = Part.to
+    monkeypatch.setattr(Part, "to", lambda self, dtype: replace(to(self, dtype), inputs=self.inputs / 0))
     with pytest.raises(ValueError, match="step 1: not finite: data of block 0 in micro-batch 0"):
         train_locally([*SMALL, "--training.steps", "1"], tmp_path)
 

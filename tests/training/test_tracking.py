@@ -104,7 +104,10 @@ def unreachable(tmp_path_factory: pytest.TempPathFactory) -> Tracked:
 def twin_figures(folder: Path, num_ranks: int) -> dict[tuple[int, str], Any]:
     """Every figure of the metrics files, by step and by the name that it should have."""
     found: dict[tuple[int, str], Any] = {}
-    plain = "step_seconds busy_seconds samples_per_second bubble in_flight seconds_waiting_for_head".split()
+    plain = (
+        "step_seconds busy_seconds samples_per_second bubble in_flight num_labels seconds_waiting_for_data "
+        "seconds_waiting_for_head"
+    ).split()
     plain += "skipped_steps live_bytes rank_bytes".split()
     for rank in range(num_ranks):
         for line in read_metrics(folder, rank):

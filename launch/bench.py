@@ -13,6 +13,7 @@ python launch/bench.py checkpoint --stages 8
 python launch/bench.py tracking --ranks 8
 python launch/bench.py protection --ranks 8
 python launch/bench.py link --out slow_link.png
+python launch/bench.py growth --ranks 8,64,256
 """
 
 import argparse
@@ -30,6 +31,7 @@ from mpc_dist.bench.alternate import AlternatingSetting
 from mpc_dist.bench.angles import bench_angles
 from mpc_dist.bench.checkpoint import SavingSetting, bench_checkpoint
 from mpc_dist.bench.compute import ComputeSetting, bench_compute
+from mpc_dist.bench.growth import bench_growth, write_page
 from mpc_dist.bench.link import LinkSetting, bench_link, draw_link
 from mpc_dist.bench.memory import bench_memory
 from mpc_dist.bench.peers import PEERS
@@ -260,6 +262,15 @@ def run_link(options: argparse.Namespace, console: Console) -> list[Row]:
     return rows
 
 
+def run_growth(options: argparse.Namespace, console: Console) -> list[Row]:
+    """Sockets, opened files and start-up time per rank at ever more ranks, which are processes here (Linux)."""
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("measuring", total=len(options.ranks))
+        rows = bench_growth(options.ranks, on_done=lambda _: progress.advance(task))
+    console.print(write_page(rows), highlight=False, markup=False, soft_wrap=True)
+    return rows
+
+
 Benchmark = Callable[[argparse.Namespace, Console], list[Row]]
 
 
@@ -362,6 +373,9 @@ def build_parser() -> argparse.ArgumentParser:
     link.add_argument("--repeats", type=int, default=2, help="rounds in which the links alternate")
     link.add_argument("--seconds", type=float, default=0.5, help="about how long a system runs in each round")
     link.add_argument("--out", type=Path, help="file for the figure")
+
+    growth = add("growth", run_growth)
+    growth.add_argument("--ranks", type=whole_numbers, default=(8, 64, 256), help="numbers of ranks, a process each")
 
     scale = add("scale", run_scale)
     scale.add_argument("--stages", type=whole_numbers, default=(4, 8, 16, 64, 256, 1024), help="numbers of stages")

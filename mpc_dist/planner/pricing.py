@@ -144,7 +144,7 @@ class Planner:
             return range(request.num_gpus, request.num_gpus + 1)
         most = min(request.max_gpus, self._num_blocks)
         # Every number of a few GPUs; of many, those that one would buy.
-        steps = ((8, 1), (32, 4), (256, 16), (most, 64))
+        steps = ((8, 1), (32, 4), (256, 16), (most, 128))
         return [k for k in range(1, most + 1) if k == most or any(k <= end and k % step == 0 for end, step in steps)]
 
     def _shapes(self, num_stages: int, horizon: int) -> Iterator[tuple[Shape, bool, bool]]:

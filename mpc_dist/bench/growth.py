@@ -29,6 +29,8 @@ from mpc_dist.training.checkpoint_folder import list_checkpoints
 from mpc_dist.windows import sliding
 
 WIDTH = 8
+BYTES_PER_RANK = 300 << 20
+"""What a process takes that has run torch's backward and optimizer, nothing shared: 256 of them filled 24 GB."""
 TIMEOUT = timedelta(seconds=300)
 MOST_SECONDS = 450.0
 """Of all ranks together, for one of the two parts."""
@@ -59,11 +61,26 @@ def bench_growth(
     ranks: Sequence[int], plan: Callable[[int], float] | None = None, on_done: Callable[[int], None] = lambda _: None
 ) -> list[Row]:
     """A row for each number of ranks; `plan` tells the seconds of planning for so many."""
+    check_memory(max(ranks), free_bytes())
     rows = []
     for num_ranks in ranks:
         rows.append(_measure(num_ranks, plan))
         on_done(num_ranks)
     return rows
+
+
+def free_bytes() -> int:
+    """What this machine can still give out (Linux)."""
+    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    (found,) = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
+    return int(found) << 10
+
+
+def check_memory(num_ranks: int, free: int) -> None:
+    """Raise if so many processes would take more than two thirds of what is free: others work here, too."""
+    most = 2 * free // 3 // BYTES_PER_RANK
+    if num_ranks > most:
+        raise ValueError(f"{num_ranks} ranks need {num_ranks * BYTES_PER_RANK >> 20} MiB here; use at most {most}")
 
 
 def _measure(num_ranks: int, plan: Callable[[int], float] | None) -> Row:

@@ -1,6 +1,8 @@
 """Per rank, sockets and opened files do not grow with the number of ranks as they would if all were connected."""
 
-from mpc_dist.bench.growth import bench_growth, write_page
+import pytest
+
+from mpc_dist.bench.growth import BYTES_PER_RANK, bench_growth, check_memory, write_page
 
 
 def test_sockets_and_opens_per_rank_stay_few():
@@ -12,3 +14,9 @@ def test_sockets_and_opens_per_rank_stay_few():
     assert four.extra["opens_per_rank"] <= 10
     assert twelve.extra["opens_per_rank"] <= 10
     assert write_page([four, twelve]).count("\n") == 3
+
+
+def test_more_processes_than_memory_has_room_for_are_refused():
+    check_memory(8, 12 * BYTES_PER_RANK)
+    with pytest.raises(ValueError, match=r"9 ranks need \d+ MiB here; use at most 8"):
+        check_memory(9, 12 * BYTES_PER_RANK)

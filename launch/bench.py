@@ -36,6 +36,7 @@ from mpc_dist.bench.link import LinkSetting, bench_link, draw_link
 from mpc_dist.bench.memory import bench_memory
 from mpc_dist.bench.peers import PEERS
 from mpc_dist.bench.plan import MODELS, bench_plan
+from mpc_dist.bench.planning import planning_seconds
 from mpc_dist.bench.protection import bench_protection
 from mpc_dist.bench.regret import bench_regret, list_models
 from mpc_dist.bench.rows import Row, build_table, write_rows
@@ -266,7 +267,7 @@ def run_growth(options: argparse.Namespace, console: Console) -> list[Row]:
     """Sockets, opened files and start-up time per rank at ever more ranks, which are processes here (Linux)."""
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("measuring", total=len(options.ranks))
-        rows = bench_growth(options.ranks, on_done=lambda _: progress.advance(task))
+        rows = bench_growth(options.ranks, planning_seconds, on_done=lambda _: progress.advance(task))
     console.print(write_page(rows), highlight=False, markup=False, soft_wrap=True)
     return rows
 

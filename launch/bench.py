@@ -13,7 +13,7 @@ python launch/bench.py checkpoint --stages 8
 python launch/bench.py tracking --ranks 8
 python launch/bench.py protection --ranks 8
 python launch/bench.py link --out slow_link.png
-python launch/bench.py growth --ranks 8,64
+python launch/bench.py growth --ranks 8,16,32
 """
 
 import argparse

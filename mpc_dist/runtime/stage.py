@@ -269,10 +269,8 @@ class Stage:
             torch.nn.utils.clip_grad_norm_(self.parameters, max_norm)
             return
         # A stage without weights takes part with a norm of zero.
-        norms = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in gradients]
-        squares = (
-            torch.stack([norm.double() for norm in norms] or [torch.zeros((), dtype=torch.float64)]).square().sum()
-        )
+        # In float32 everywhere: stages that DeepSpeed updates sum theirs so, in the same message.
+        squares = torch.stack([gradient.float().square().sum() for gradient in gradients] or [torch.zeros(())]).sum()
         self._sum_over_stages(squares)
         torch.nn.utils.clip_grads_with_norm_(self.parameters, max_norm, squares.sqrt())
 

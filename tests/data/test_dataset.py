@@ -169,9 +169,12 @@ def test_reading_ahead_leaves_the_sequence_where_it_stands():
 
 def test_a_state_that_says_nothing_of_the_content_is_read():
     batches = Batches(numbered(), batch_size=3, seed=4)
+    take(batches, 2)
     state = batches.state_dict()
     del state["fingerprint"]
-    batches.load_state_dict(state)
+    again = Batches(numbered(), batch_size=3, seed=4)
+    again.load_state_dict(state)
+    assert take(again, 3) == take(batches, 3)
 
 
 def test_other_samples_have_another_fingerprint_and_the_same_ones_the_same():

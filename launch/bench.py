@@ -13,7 +13,7 @@ python launch/bench.py checkpoint --stages 8
 python launch/bench.py tracking --ranks 8
 python launch/bench.py protection --ranks 8
 python launch/bench.py link --out slow_link.png
-python launch/bench.py growth --ranks 8,16,32
+python launch/bench.py growth --ranks 8,64,256
 """
 
 import argparse
@@ -376,7 +376,7 @@ def build_parser() -> argparse.ArgumentParser:
     link.add_argument("--out", type=Path, help="file for the figure")
 
     growth = add("growth", run_growth)
-    growth.add_argument("--ranks", type=whole_numbers, default=(8, 64), help="numbers of ranks, a process each")
+    growth.add_argument("--ranks", type=whole_numbers, default=(8, 64, 256), help="numbers of ranks, a process each")
 
     scale = add("scale", run_scale)
     scale.add_argument("--stages", type=whole_numbers, default=(4, 8, 16, 64, 256, 1024), help="numbers of stages")

@@ -5,6 +5,7 @@ another step. All share this machine's cores, so the time of a rank's own work i
 """
 
 import contextlib
+import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -16,12 +17,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from mpc_dist.bench.opens import Opens
 from mpc_dist.bench.rows import Row
 from mpc_dist.readout import Identity, mean_squared_error
 from mpc_dist.runtime.local import run_local_ranks
-from mpc_dist.runtime.mesh import Launch, Mesh, build_mesh
+from mpc_dist.runtime.mesh import Launch, Mesh, build_mesh, leave
 from mpc_dist.runtime.pipeline import Pipeline
 from mpc_dist.schedule import lay_out
 from mpc_dist.training.checkpoint import CheckpointSaver, newest_undamaged
@@ -29,8 +31,9 @@ from mpc_dist.training.checkpoint_folder import list_checkpoints
 from mpc_dist.windows import sliding
 
 WIDTH = 8
-BYTES_PER_RANK = 300 << 20
-"""What a process takes that has run torch's backward and optimizer, nothing shared: 256 of them filled 24 GB."""
+HOST = "127.0.0.1"
+BYTES_PER_RANK = 32 << 20
+"""What a process takes beside what it shares with the others, which all are forked from one that has imported torch."""
 TIMEOUT = timedelta(seconds=300)
 MOST_SECONDS = 450.0
 """Of all ranks together, for one of the two parts."""
@@ -86,10 +89,11 @@ def check_memory(num_ranks: int, free: int) -> None:
 def _measure(num_ranks: int, plan: Callable[[int], float] | None) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         run = partial(run_local_ranks, timeout=MOST_SECONDS, group_timeout=TIMEOUT.total_seconds())
-        begun = run(begin, num_ranks, num_ranks, folder)
+        store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)  # torchrun's, by which ranks meet
+        begun = run(begin, num_ranks, num_ranks, store.port, folder)
         (checkpoint,) = list_checkpoints(Path(folder))
         with Opens(checkpoint) as opens:
-            run(go_on, num_ranks, num_ranks, folder)
+            run(go_on, num_ranks, num_ranks, store.port, folder)
         size = sum(path.stat().st_size for path in checkpoint.iterdir())
     return Row.of_times(
         [max(one.seconds for one in begun)],
@@ -108,10 +112,10 @@ def _measure(num_ranks: int, plan: Callable[[int], float] | None) -> Row:
     )
 
 
-def begin(rank: int, num_ranks: int, folder: str) -> Begun:
+def begin(rank: int, num_ranks: int, port: int, folder: str) -> Begun:
     """Meet the others, take a step and save."""
     started, computed = time.perf_counter(), time.process_time()
-    mesh, pipeline = _connect(rank, num_ranks)
+    mesh, pipeline = _connect(rank, num_ranks, port)
     pipeline.step(*_batch())
     seconds, own_seconds = time.perf_counter() - started, time.process_time() - computed
     saver = CheckpointSaver(Path(folder), keep=1, fingerprint={}, rank=rank, group=mesh.background)
@@ -125,9 +129,9 @@ def begin(rank: int, num_ranks: int, folder: str) -> Begun:
     return Begun(sockets, seconds, own_seconds)
 
 
-def go_on(rank: int, num_ranks: int, folder: str) -> None:
+def go_on(rank: int, num_ranks: int, port: int, folder: str) -> None:
     """Meet the others and go on from what was saved."""
-    mesh, pipeline = _connect(rank, num_ranks)
+    mesh, pipeline = _connect(rank, num_ranks, port)
     saved, damages = newest_undamaged(list_checkpoints(Path(folder)), rank=rank, group=mesh.background)
     assert saved is not None, damages
     pipeline.connect(*_batch())
@@ -136,7 +140,10 @@ def go_on(rank: int, num_ranks: int, folder: str) -> None:
     pipeline.close()
 
 
-def _connect(rank: int, num_ranks: int) -> tuple[Mesh, Pipeline]:
+def _connect(rank: int, num_ranks: int, port: int) -> tuple[Mesh, Pipeline]:
+    leave()  # the group of `run_local_ranks`: met in a file
+    os.environ |= {"MASTER_ADDR": HOST, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ["LOCAL_WORLD_SIZE"] = str(num_ranks)
     mesh = build_mesh(Launch(rank, num_ranks, rank), num_stages=num_ranks, timeout=TIMEOUT)
     pipeline = Pipeline(
         mesh,

@@ -18,6 +18,9 @@ import torch.distributed as dist
 
 from mpc_dist.runtime.mesh import connect_on_use
 
+IMPORTED_BY_STEPS = ("torch._dynamo",)
+"""What the first step of any torch optimizer imports: a second and 100 MB, of every rank or once for all."""
+
 
 class LocalRankError(RuntimeError):
     """A rank raised, died or did not finish in time."""
@@ -37,7 +40,7 @@ def run_local_ranks(
     """
     # The server imports torch once and forks each rank from there: eight ranks start in 0.2 s instead of 8 s.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, function.__module__])
+    context.set_forkserver_preload([__name__, *IMPORTED_BY_STEPS, function.__module__])
     results: Queue[tuple[int, bool, Any]] = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")

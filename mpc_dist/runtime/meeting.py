@@ -2,7 +2,8 @@
 
 torchrun keeps one store over all restarts. A rank that read the address which a dead one left there would wait for it
 until the timeout. Counts of restarts do not help: every host has its own. So each rank leaves a word that nobody used
-before, and rank 0 answers to each such word with a name under which this attempt's keys are kept.
+before, and rank 0 answers to each such word with a name under which this attempt's keys are kept. Words are numbered as
+they come, so that rank 0 reads each once, however many ranks there are.
 """
 
 import time
@@ -25,7 +26,8 @@ def meet(store: Store, *, rank: int, num_ranks: int, timeout: timedelta) -> Stor
         _invite(store, name, num_ranks, deadline)
     else:
         word = uuid.uuid4().hex
-        store.set(f"mpc_dist/hello/{rank}", word)
+        place = store.add("mpc_dist/hellos", 1)
+        store.set(f"mpc_dist/hello/{place}", f"{rank} {word}")
         while not store.check([f"mpc_dist/welcome/{word}"]):
             _wait(deadline, f"rank {rank} waited in vain for rank 0 to join")
         name = store.get(f"mpc_dist/welcome/{word}").decode()
@@ -34,15 +36,21 @@ def meet(store: Store, *, rank: int, num_ranks: int, timeout: timedelta) -> Stor
 
 
 def _invite(store: Store, name: str, num_ranks: int, deadline: float) -> None:
-    """Answer every word until all ranks have come; old words are answered too, and nobody hears."""
-    answered: dict[int, bytes] = {}
+    """Answer every word, each once, until all ranks have come; old words are answered too, and nobody hears."""
+    unread: list[int] = []
+    last_place = 0
+    met: set[int] = set()
     while store.add(f"mpc_dist/joined/{name}", 0) < num_ranks - 1:
-        for rank in range(1, num_ranks):
-            word = store.get(f"mpc_dist/hello/{rank}") if store.check([f"mpc_dist/hello/{rank}"]) else None
-            if word is not None and answered.get(rank) != word:
-                store.set(f"mpc_dist/welcome/{word.decode()}", name)
-                answered[rank] = word
-        missing = ", ".join(str(rank) for rank in range(1, num_ranks) if rank not in answered)
+        places = range(last_place + 1, store.add("mpc_dist/hellos", 0) + 1)
+        last_place += len(places)
+        # A rank takes its place before it writes there.
+        written = [place for place in (*unread, *places) if store.check([f"mpc_dist/hello/{place}"])]
+        unread = [place for place in (*unread, *places) if place not in written]
+        for place in written:
+            rank, word = store.get(f"mpc_dist/hello/{place}").decode().split()
+            store.set(f"mpc_dist/welcome/{word}", name)
+            met.add(int(rank))
+        missing = ", ".join(str(rank) for rank in range(1, num_ranks) if rank not in met)
         _wait(deadline, f"rank 0 waited in vain for rank {missing or '1 or another'} to join")
 
 

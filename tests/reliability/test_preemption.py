@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore, PrefixStore
 
+from mpc_dist.runtime import preemption
 from mpc_dist.runtime.mesh import Launch
 from mpc_dist.runtime.preemption import ANSWER_SECONDS, EXIT_FAILED, EXIT_PREEMPTED, FAILURE_SECONDS, Preemption
+from mpc_dist.runtime.watch import PeerError
 from mpc_dist.training.checkpoint_folder import folder_of, list_checkpoints, step_of
 from mpc_dist.training.config import Config
 from mpc_dist.training.metrics import read_metrics
@@ -97,6 +100,16 @@ def test_if_a_rank_does_not_answer_the_others_end_in_time_and_say_which(tmp_path
     kept = list_checkpoints(folder_of(tmp_path / "run"))
     assert kept
     assert step_of(kept[-1]) == attempt.last_checkpoint
+
+
+def test_a_rank_that_rank_0_does_not_answer_says_so(monkeypatch):
+    monkeypatch.setattr(preemption, "ANSWER_SECONDS", 0.2)
+    store = HashStore()
+    with Preemption(Launch(1, 2, 1), after=4, grace=30, store=store) as asked:
+        PrefixStore("mpc_dist/preemption", store).set("asked", "1")
+        asked._decided.wait(20)
+        with pytest.raises(PeerError, match="rank 1 was asked to stop, but rank 0 did not answer within 0 s"):
+            asked.begin(5)
 
 
 def stop_but_hang(grace: float, is_saved: bool) -> None:

@@ -8,6 +8,7 @@ from datetime import timedelta
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from mpc_dist.models import Chain
@@ -16,6 +17,8 @@ from mpc_dist.readout import Shared
 from mpc_dist.runtime import Pipeline, StageOptions
 from mpc_dist.runtime.local import LocalRankError, run_local_ranks
 from mpc_dist.runtime.mesh import Launch, build_mesh
+from mpc_dist.runtime.shared_head import SharedHead
+from mpc_dist.runtime.watch import Watch
 from mpc_dist.schedule import lay_out, split_evenly
 from mpc_dist.windows import Windows, backprop, cumulative, expand, loco, sliding, tumbling
 from tests.examples import build_dense_chain, build_example
@@ -196,6 +199,29 @@ def test_a_shared_head_is_the_last_stages_at_every_step():
     waits = [seconds for _, seconds in by_rank]
     assert waits[0] > 0
     assert waits[-1] == 0
+
+
+def wait_for_the_head(rank: int) -> tuple[int, ...]:
+    """Whom this rank says that it waits for while the last of three sends its head."""
+    watch = Watch(rank)
+    head = SharedHead(torch.nn.Linear(2, 2), source=2, rank=rank, group=dist.group.WORLD, watch=watch)
+    head.start()
+    work, flat = head._under_way
+    said = []
+
+    class Work:
+        def wait(self) -> None:
+            said.append(watch.wait.peers)
+            work.wait()
+
+    head._under_way = Work(), flat
+    head.finish()
+    (peers,) = said
+    return peers
+
+
+def test_readers_of_a_shared_head_wait_for_its_owner_and_the_owner_for_all_of_them():
+    assert run_local_ranks(wait_for_the_head, 3) == [(2,), (2,), (0, 1)]
 
 
 def evaluate_and_clip(rank: int) -> tuple[dict[int, tuple[float, float | None]], float]:

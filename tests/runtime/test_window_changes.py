@@ -1,5 +1,6 @@
 """Windows that change during training: over ranks and replicas, with local heads and with one shared head."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,9 @@ import torch
 from torch import Tensor
 
 from mpc_dist.models import Chain
+from mpc_dist.runtime import pipeline
 from mpc_dist.runtime.local import run_local_ranks
+from mpc_dist.schedule import Schedule, ScheduleError, build_schedule
 from tests.examples import build_dense_chain
 from tests.runtime.reference import reference_gradients
 from tests.runtime.test_distributed import adamw, batches, build_chain_with_one_head, connect, windows_for
@@ -61,6 +64,21 @@ def test_weights_after_changes_of_windows_equal_the_sequential_reference(partiti
     for found in by_rank:
         for key, value in found.items():
             torch.testing.assert_close(value, named[key].detach(), rtol=1e-9, atol=1e-9, msg=key)
+
+
+@pytest.mark.usefixtures("float64")
+def test_a_change_of_windows_is_refused_if_its_schedule_would_not_run(monkeypatch):
+    """The builder's schedules do; whatever else makes one is checked as that of the first windows is."""
+    chain = build(False)
+    whole = connect(0, (6,), windows_for("tumbling 3", (6,)), chain, optimizer=adamw, num_microbatches=M)
+
+    def forget_the_last_backward(*arguments, **options) -> Schedule:
+        schedule = build_schedule(*arguments, **options)
+        return dataclasses.replace(schedule, programs=tuple(program[:-1] for program in schedule.programs))
+
+    monkeypatch.setattr(pipeline, "build_schedule", forget_the_last_backward)
+    with pytest.raises(ScheduleError):
+        whole.change_windows(windows_for("tumbling 1", (6,)))
 
 
 def change_often(rank: int, partition: tuple[int, ...]) -> list[tuple[int, int]]:

@@ -21,15 +21,24 @@ from mpc_dist.planner.request import Request
 from mpc_dist.profile import SavedBytes
 from mpc_dist.runtime.in_process import InProcessPipeline
 from mpc_dist.runtime.mesh import Launch
+from mpc_dist.runtime.pipeline import Pipeline
 from mpc_dist.runtime.stage import StageOptions
-from mpc_dist.schedule import build_schedule, lay_out
+from mpc_dist.schedule import Costs, build_schedule, lay_out
+from mpc_dist.training import job
 from mpc_dist.training.auto import train_as_planned
 from mpc_dist.training.config import Config, ConfigParser
 from mpc_dist.training.metrics import read_metrics
 from mpc_dist.training.optimizer import build_optimizer
 from mpc_dist.training.planning import Probe, apply_plan, build_whole_chain, plan_for
-from mpc_dist.training.sections import OptimizerConfig
-from mpc_dist.training.trial import choose_finalists, find_disagreements, relative_rate, run_trials, windows_of
+from mpc_dist.training.sections import OptimizerConfig, TrainingConfig
+from mpc_dist.training.trial import (
+    SMALL_DIFFERENCE,
+    choose_finalists,
+    find_disagreements,
+    relative_rate,
+    run_trials,
+    windows_of,
+)
 from mpc_dist.windows import backprop
 from tests.conftest import ROOT
 
@@ -267,4 +276,45 @@ def test_the_rate_and_what_is_said_of_disagreement(tmp_path: Path):
     far = dataclasses.replace(other, quality=0.3, trial_quality=0.8)
     (said,) = find_disagreements([close, far])
     assert "has the closer gradient (r^ 0.900 against 0.300)" in said
-    assert find_disagreements([dataclasses.replace(close, trial_quality=0.9), far]) == []
+    for learnt in (0.9, 0.8, 0.8 - SMALL_DIFFERENCE / 2):  # more, as much, and less by next to nothing
+        assert find_disagreements([dataclasses.replace(close, trial_quality=learnt), far]) == []
+
+
+def test_a_plans_measured_costs_order_the_pipes_actions(tmp_path: Path, monkeypatch):
+    """What the ranks run is what was simulated: with other costs the builder would choose another order."""
+    config = dataclasses.replace(
+        CONFIG, training=TrainingConfig(steps=1, eval_every=1, eval_batches=1, folder=str(tmp_path / "run"))
+    )
+    probe = Probe(num_batches=1, repeats=1, profiles=tmp_path)
+    plan = plan_for(config, Request(1e9, num_gpus=1), probe).plan
+    plan.write(tmp_path / "plan.yaml")
+    given: list[Costs | None] = []
+
+    class Recorded(Pipeline):
+        def __init__(self, *arguments, costs: Costs | None = None, **options) -> None:
+            given.append(costs)
+            super().__init__(*arguments, costs=costs, **options)
+
+    monkeypatch.setattr(job, "Pipeline", Recorded)
+    train_as_planned(config, Launch(), tmp_path / "plan.yaml")
+    (costs,) = given
+    assert costs is not None
+    assert costs == plan.build_costs()
+
+
+def test_a_change_of_the_optimizer_leaves_the_angles_as_measured(tmp_path: Path):
+    """The angle is the gradients' alone; what a block costs with the other optimizer is measured again."""
+    request, probe = Request(1e9, layout="2|2"), Probe(num_batches=1, repeats=1, profiles=tmp_path)
+    for name in ("sgd", "adamw"):
+        plan_for(dataclasses.replace(CONFIG, optimizer=OptimizerConfig(name=name)), request, probe)
+    assert len(list(tmp_path.glob("angles-*.json"))) == 1
+    assert len(list(tmp_path.glob("blocks-*.json"))) == 2
+
+
+@pytest.mark.parametrize(("num_blocks", "probed"), [(20, 10), (26, 2)])
+def test_a_model_too_large_to_build_is_probed_at_a_depth_that_divides_its_own(num_blocks, probed, tmp_path: Path):
+    large = dataclasses.replace(CONFIG, model=GPT(num_blocks=num_blocks, width=96, num_heads=2))
+    probe = Probe(num_batches=1, fake_tflops=100, profiles=tmp_path)
+    planned = plan_for(large, Request(1e12, layout=str(num_blocks)), probe)
+    (note,) = (note for note in planned.plan.notes if "a scaled-down probe" in note)
+    assert f"with {probed} blocks (GPT(name='gpt', num_blocks={probed}, width=64, num_heads=4" in note

@@ -65,6 +65,34 @@ def test_half_a_report_is_none(tmp_path: Path):
     assert list(folder.read(2)) == [0]
 
 
+def watch_nobody(tmp_path: Path, mesh: Mesh) -> watcher.Watcher:
+    """The watcher of rank 0 of two, without the other rank and without its thread."""
+    alone = watcher.Watcher(mesh, 0, 1, tmp_path, timeout=60.0)
+    alone._num_ranks = 2
+    return alone
+
+
+def test_what_goes_wrong_inside_leaves_as_this_ranks_error_once(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(watcher, "PATIENCE", 0.1)
+    mesh = build_mesh(Launch(), num_stages=1, timeout=timedelta(seconds=60))
+    said = r"^rank 0: no space left \(.*see "
+    with pytest.raises(watcher.RankError, match=said) as raised, watch_nobody(tmp_path, mesh):
+        raise OSError("no space left")
+    with pytest.raises(watcher.RankError) as again, watch_nobody(tmp_path, mesh):
+        raise raised.value
+    assert again.value is raised.value
+    with pytest.raises(AssertionError, match=r"^a mistake$"), watch_nobody(tmp_path, mesh):
+        raise AssertionError("a mistake")
+
+
+def test_the_answer_of_a_peer_that_is_gone_is_not_waited_for(tmp_path: Path, monkeypatch):
+    mesh = build_mesh(Launch(), num_stages=1, timeout=timedelta(seconds=60))
+    mesh.watch.wait = Wait((1,), "receiving from rank 1", is_lost=True)
+    monkeypatch.setattr(watcher.time, "sleep", lambda _: pytest.fail("it waits"))
+    said = watch_nobody(tmp_path, mesh).explain(PeerError("rank 0 lost rank 1"))
+    assert "culprit: rank 1" in said
+
+
 def stop_in_a_step(rank: int, folder: Path) -> str | None:
     """Rank 3 is stopped in its third step; the timeouts are short only from then on, as starting may take longer."""
     chain, inputs, labels = build_dense_chain([3] * 5)

@@ -56,6 +56,8 @@ class Planner:
         self._num_blocks = next(iter(measurements.values())).num_blocks
         self._qualities: dict[tuple[Shape, tuple[int, ...]], float] = {}
         self._units: dict[tuple[Shape, int], UnitWindows] = {}
+        self.estimated: list[int] = []
+        """Horizons of which `step_seconds` was an estimate: their schedules are too long to be simulated."""
         self._check_memory()
 
     @property
@@ -102,6 +104,7 @@ class Planner:
         assert partition is not None
         if self.num_actions(setting) > SIMULATED_ACTIONS:
             # Ranks that relay that much are always busy: the slowest one's work is the step.
+            self.estimated.append(horizon)
             return slowest_stage(partition, pricer)
         layout = lay_out(shape.over_blocks(partition), partition)
         costs = self.costs(layout, microbatches)

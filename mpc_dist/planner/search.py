@@ -9,7 +9,7 @@ from typing import Any
 from mpc_dist.planner.bound import Bound, Bounds
 from mpc_dist.planner.cost import LadderCost
 from mpc_dist.planner.plan import Candidate, Plan, Shape
-from mpc_dist.planner.pricing import Planner, Setting
+from mpc_dist.planner.pricing import SIMULATED_ACTIONS, Planner, Setting
 from mpc_dist.planner.request import Request
 from mpc_dist.planner.select import Selection
 
@@ -114,7 +114,7 @@ def make_plan(
         ladder_gpus=ladder,
         realised=realised,
         why=_explain(selection, tried, ladder, realised),
-        notes=(*notes, *selection.warnings, *_note_passed_over(ranked), *_note_not_simulated(found)),
+        notes=(*notes, *selection.warnings, *_note_passed_over(ranked), *_note_not_simulated(found, planner.estimated)),
         costs=planner.costs_of(ranked[0]),
         fingerprint=fingerprint,
         candidates=ranked,
@@ -130,7 +130,13 @@ def _note_passed_over(ranked: Sequence[Candidate]) -> Iterator[str]:
         )
 
 
-def _note_not_simulated(found: Found) -> Iterator[str]:
+def _note_not_simulated(found: Found, estimated: Sequence[int]) -> Iterator[str]:
+    if estimated:
+        horizons = ", ".join(map(str, sorted(set(estimated))))
+        yield (
+            f"h* was chosen with estimated step times for the horizons {horizons}: a step of them has more than "
+            f"{SIMULATED_ACTIONS:,} actions, and is taken to last as long as its slowest stage works"
+        )
     if found.num_pruned:
         yield (
             f"{found.num_pruned:,} of {found.num_settings:,} candidates were not simulated: by a bound on what they "

@@ -17,6 +17,7 @@ from mpc_dist.gradient import eager_mpc_gradients
 from mpc_dist.models import Chain
 from mpc_dist.planner.choose import Planned, Report
 from mpc_dist.planner.plan import Candidate
+from mpc_dist.readout import count_labels
 from mpc_dist.training.config import Config
 from mpc_dist.training.optimizer import build_optimizer
 from mpc_dist.training.planning import build_whole_chain, place
@@ -133,17 +134,18 @@ def read_tests(config: Config, data: Dataset) -> list[Batch]:
 
 
 def evaluate(chain: Chain, batches: list[Batch]) -> float:
-    """The mean loss at the last boundary, over all samples."""
+    """The mean loss at the last boundary, over all labels that count."""
     chain.eval()
     with torch.no_grad():
-        losses = []
+        losses, weights = [], []
         for inputs, labels in batches:
             state = inputs
             for block in chain.blocks:
                 state = block(state)
-            losses.append(len(inputs) * float(chain.loss_at(chain.num_blocks, state, labels)))
+            weights.append(count_labels(chain.loss, labels))
+            losses.append(weights[-1] * float(chain.loss_at(chain.num_blocks, state, labels)))
     chain.train()
-    return sum(losses) / sum(len(inputs) for inputs, _ in batches)
+    return sum(losses) / sum(weights)
 
 
 def find_disagreements(tried: list[Candidate]) -> list[str]:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mpc_dist.bench.planning import time_planning
+from mpc_dist.planner import pricing
 from mpc_dist.planner import search as module
 from mpc_dist.planner.bound import Bounds
 from mpc_dist.planner.measurements import BlockCosts, Measurements, ReadoutCosts
@@ -117,6 +118,14 @@ def test_what_is_not_simulated_is_counted_and_said():
     found = time_planning(16, report=lambda *words: said.append(words))
     (note,) = (note for note in found.plan.notes if "not simulated" in note)
     assert int(note.split()[0].replace(",", "")) > 100
+    assert not any("estimated step times" in note for note in found.plan.notes)
     done = [one for what, one, _ in said if what == "pricing candidates"]
     assert done == list(range(1, len(done) + 1))
     assert done[-1] == said[-1][2]
+
+
+def test_what_is_estimated_is_said(monkeypatch):
+    monkeypatch.setattr(pricing, "SIMULATED_ACTIONS", 500)
+    found = time_planning(16)
+    (note,) = (note for note in found.plan.notes if "estimated step times for the horizons" in note)
+    assert "16:" in note

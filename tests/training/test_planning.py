@@ -11,14 +11,16 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from mpc_dist.cli import main
 from mpc_dist.commands.plan import parse_bytes
 from mpc_dist.data import Batches, TextData
-from mpc_dist.models import GPT
+from mpc_dist.models import GPT, Chain
 from mpc_dist.planner.plan import Plan
 from mpc_dist.planner.request import Request
 from mpc_dist.profile import SavedBytes
+from mpc_dist.readout import cross_entropy
 from mpc_dist.runtime.in_process import InProcessPipeline
 from mpc_dist.runtime.mesh import Launch
 from mpc_dist.runtime.pipeline import Pipeline
@@ -34,6 +36,7 @@ from mpc_dist.training.sections import OptimizerConfig, TrainingConfig
 from mpc_dist.training.trial import (
     SMALL_DIFFERENCE,
     choose_finalists,
+    evaluate,
     find_disagreements,
     relative_rate,
     run_trials,
@@ -41,6 +44,7 @@ from mpc_dist.training.trial import (
 )
 from mpc_dist.windows import backprop
 from tests.conftest import ROOT
+from tests.examples import build_dense_chain
 
 SMALL = "--config configs/gpt_train.yaml --model.num_blocks 4 --model.width 16 --data.context 16 --data.max_bytes 30000"
 CONFIG = Config(
@@ -263,6 +267,18 @@ def test_trials_rank_the_finalists_by_what_they_learnt(tmp_path: Path):
     assert tried.plan.chosen.trial_quality is not None
     assert any(note.startswith("trial: 30 steps") for note in tried.plan.notes)
     assert apply_plan(CONFIG, tried.plan).parallel.stages == tried.plan.chosen.num_gpus
+
+
+@pytest.mark.usefixtures("float64")
+def test_a_trials_loss_is_the_mean_over_all_labels_that_count():
+    parts, inputs, _ = build_dense_chain([3, 4, 5])
+    chain = Chain(list(parts.blocks), cross_entropy, {2: parts.readouts["2"]})
+    labels = torch.tensor([-100, 2, 0, 1])
+    with torch.no_grad():
+        prediction = chain.readouts["2"](chain.blocks[1](chain.blocks[0](inputs)))
+    expected = torch.nn.functional.cross_entropy(prediction, labels)
+    batches = [(inputs[:2], labels[:2]), (inputs[2:], labels[2:])]
+    assert evaluate(chain, batches) == pytest.approx(float(expected), rel=1e-12)
 
 
 def test_the_rate_and_what_is_said_of_disagreement(tmp_path: Path):

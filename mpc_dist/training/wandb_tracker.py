@@ -144,7 +144,8 @@ def has_key(environment: Mapping[str, str]) -> bool:
     server = urlsplit(environment.get("WANDB_BASE_URL", DEFAULT_SERVER)).netloc
     for file in files:
         try:
-            if netrc.netrc(str(file)).authenticators(server) is not None:
+            login = netrc.netrc(str(file)).authenticators(server)
+            if login is not None and login[2]:
                 return True
         except (OSError, netrc.NetrcParseError):
             continue

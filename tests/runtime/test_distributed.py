@@ -201,6 +201,21 @@ def test_a_shared_head_is_the_last_stages_at_every_step():
     assert waits[-1] == 0
 
 
+def wait_no_longer(rank: int) -> list[float]:
+    """The seconds after which each of this rank's groups gives up, once the mesh has another timeout."""
+    mesh = build_mesh(Launch(rank, 4, rank), num_stages=2, num_replicas=2, timeout=TIMEOUT)
+    mesh = mesh.with_timeout(timedelta(seconds=7))
+    assert mesh.timeout == timedelta(seconds=7)
+    edges = [edge for edge in (mesh.before, mesh.after) if edge is not None]
+    groups = [dist.group.WORLD, mesh.stages, mesh.replicas, mesh.background]
+    groups += [group for edge in edges for group in (edge.downward, edge.upward)]
+    return [group._get_backend(mesh.device).options._timeout.total_seconds() for group in groups]
+
+
+def test_a_timeout_that_changes_holds_for_every_group():
+    assert run_local_ranks(wait_no_longer, 4) == [[7.0] * 6] * 4
+
+
 def wait_for_the_head(rank: int) -> tuple[int, ...]:
     """Whom this rank says that it waits for while the last of three sends its head."""
     watch = Watch(rank)

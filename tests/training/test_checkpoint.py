@@ -317,6 +317,14 @@ def test_a_finished_run_is_only_evaluated_again(steps: str, four_stages: Path, t
     assert "is already after step 3; raise training.steps" in capsys.readouterr().err
 
 
+def test_one_step_that_is_left_is_trained_and_scored_once(tmp_path: Path, capsys):
+    for steps in ("1", "2"):
+        train_locally([*GPT, "--training.steps", steps, "--checkpoints.every", "1"], tmp_path)
+    events = [line["event"] for line in read_metrics(tmp_path, 0)]
+    assert events[-5:] == ["start", "resume", "step", "evaluation", "end"]
+    assert "nothing left to train" not in capsys.readouterr().err
+
+
 def test_a_save_that_fails_stops_nothing_and_is_said(tmp_path: Path):
     tmp_path.joinpath("checkpoints").write_text("a file where the folder should be")
     arguments = [*GPT, *words("--training.steps 3 --checkpoints.every 1 --parallel.stages 2")]

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mpc_dist.runtime.guard import Guard
 from mpc_dist.runtime.loss_scale import LARGEST, LossScale
 from mpc_dist.training.checkpoint import SavedCheckpoint
 from mpc_dist.training.checkpoint_folder import folder_of, list_checkpoints
@@ -35,6 +36,22 @@ def test_it_is_halved_by_an_overflow_and_doubled_by_patience():
     top = LossScale(LARGEST, interval=1)
     top.update(has_overflowed=False)
     assert top.value == LARGEST
+
+
+def test_a_guard_goes_on_with_its_scale_and_its_counts():
+    guard = Guard("skip", LossScale(8.0, interval=2))
+    guard.scale.update(has_overflowed=True)
+    guard.scale.update(has_overflowed=False)  # half of the patience
+    guard.num_skipped, guard._in_a_row = 3, 2
+    other = Guard("skip", LossScale(64.0, interval=2))
+    other.load_state_dict(guard.state_dict())
+    assert other.state_dict() == guard.state_dict()
+    other.scale.update(has_overflowed=False)
+    assert other.scale.value == 8
+    # Of a run without a scale: this one's begins.
+    fresh = Guard("skip", LossScale(64.0, interval=2))
+    fresh.load_state_dict(Guard("skip").state_dict() | {"num_skipped": 1})
+    assert (fresh.scale.value, fresh.num_skipped) == (64, 1)
 
 
 def test_only_powers_of_two_are_exact():

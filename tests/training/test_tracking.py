@@ -468,6 +468,8 @@ def test_a_key_is_found_in_a_netrc_file_of_its_server(tmp_path):
     assert not has_key({"HOME": str(tmp_path / "elsewhere")})
     (tmp_path / "_netrc").write_text("machine api.wandb.ai login user password key\n")  # looked at after the other
     assert has_key({"HOME": str(tmp_path)})
+    (tmp_path / ".netrc").unlink()
+    assert has_key({"HOME": str(tmp_path)})
 
 
 def test_what_is_wrong_with_tracking_is_said_before_training(small_config, tmp_path, monkeypatch):

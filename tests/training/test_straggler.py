@@ -1,14 +1,16 @@
 """The straggler report: a rank that is really slowed down is named, one with more to do is not."""
 
+import statistics
 from pathlib import Path
 
 import pytest
 
 from mpc_dist.report.run import read_run
+from mpc_dist.training import loop
 from mpc_dist.training.metrics import read_metrics
 from mpc_dist.training.straggler import Pace, find_straggler
 from tests.training.faulty import SMALL, Fault, train_faulty
-from tests.training.local import parse
+from tests.training.local import parse, train_locally
 
 
 def test_more_work_is_no_straggler_and_slow_work_is():
@@ -26,6 +28,17 @@ def test_a_rank_that_is_slow_but_not_the_busiest_holds_nobody_back():
 
 def test_one_rank_has_none_to_wait_for():
     assert find_straggler([Pace(0, 1.0, 1.0, {})]) is None
+
+
+def test_the_pace_is_that_of_the_last_steps_and_not_of_the_first(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(loop, "MOST_STEPS", 2)
+    steps: list[list[float]] = []
+    median = statistics.median
+    monkeypatch.setattr(loop.statistics, "median", lambda values: steps.append(list(values)) or median(values))
+    train_locally([*SMALL, "--training.steps", "5"], tmp_path)
+    (kept,) = (values for values in steps if values)
+    assert len(kept) == 2
+    assert read_metrics(tmp_path, 0)[-1]["busy_seconds"] == pytest.approx(sum(kept) / 2)
 
 
 def test_a_slowed_rank_is_named_at_the_end_of_a_run_and_in_its_report(tmp_path: Path):

@@ -38,6 +38,14 @@ def test_it_is_halved_by_an_overflow_and_doubled_by_patience():
     assert top.value == LARGEST
 
 
+def test_numbers_are_looked_at_if_a_policy_or_a_scale_needs_it():
+    scale = LossScale(8.0)
+    assert [Guard("ignore").is_on, Guard("stop").is_on, Guard("skip").is_on] == [False, True, True]
+    assert [Guard(policy, scale).is_on for policy in ("ignore", "stop", "skip")] == [True] * 3
+    assert [Guard(policy).may_skip for policy in ("ignore", "stop", "skip")] == [False, False, True]
+    assert Guard("ignore", scale).may_skip
+
+
 def test_a_guard_goes_on_with_its_scale_and_its_counts():
     guard = Guard("skip", LossScale(8.0, interval=2))
     guard.scale.update(has_overflowed=True)

@@ -1,5 +1,7 @@
 """What would not fit is refused by its true size."""
 
+import dataclasses
+
 import pytest
 
 from mpc_dist.data import TextData
@@ -7,6 +9,7 @@ from mpc_dist.models import GPT
 from mpc_dist.training import size
 from mpc_dist.training.config import Config
 from mpc_dist.training.planning import build_whole_chain
+from mpc_dist.training.sections import ParallelConfig
 
 CONFIG = Config(model=GPT(num_blocks=3, width=16, num_heads=2), data=TextData(context=16, max_bytes=30_000))
 
@@ -24,3 +27,15 @@ def test_the_size_is_that_of_the_weights_and_gradients_with_the_head_if_it_is_th
     assert batch == CONFIG.batch_size * 16 * 4
     assert by_block[-1] == 2 * 4 * weights  # float32, and its gradient
     assert len(by_block) == len(blocks)
+
+
+def test_a_rank_is_refused_for_its_own_stage_only(monkeypatch):
+    config = dataclasses.replace(CONFIG, parallel=ParallelConfig(stages=2, partition=(1, 2)))
+    task = config.data.load().task
+    named = []
+    monkeypatch.setattr(size, "check_memory", lambda what, num_bytes, remedy, limit: named.append(what))
+    for stage in range(2):
+        size.check_stage_size(config, task, stage)
+    weighed = [what for what in named if what.startswith("model:")]
+    prefix = "model: the weights and gradients of blocks"
+    assert weighed == [f"{prefix} 0..0", f"{prefix} 1..1", f"{prefix} 1..2"]

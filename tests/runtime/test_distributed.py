@@ -201,6 +201,18 @@ def test_a_shared_head_is_the_last_stages_at_every_step():
     assert waits[-1] == 0
 
 
+def leave_a_pipeline(rank: int) -> bool:
+    """Whether the process group is still there once the pipeline's context has ended."""
+    chain, inputs, labels = build_dense_chain([3, 4, 3])
+    with connect(rank, (1, 1), sliding(2, 1), chain, optimizer=adamw) as pipeline:
+        pipeline.step(inputs, labels)
+    return dist.is_initialized()
+
+
+def test_the_end_of_a_pipelines_context_leaves_the_group():
+    assert run_local_ranks(leave_a_pipeline, 2) == [False, False]
+
+
 def wait_no_longer(rank: int) -> list[float]:
     """The seconds after which each of this rank's groups gives up, once the mesh has another timeout."""
     mesh = build_mesh(Launch(rank, 4, rank), num_stages=2, num_replicas=2, timeout=TIMEOUT)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mpc_dist.runtime.guard import Guard
+from mpc_dist.runtime.guard import MOST_SKIPPED, Guard, NonFiniteError
 from mpc_dist.runtime.loss_scale import LARGEST, LossScale
 from mpc_dist.training.checkpoint import SavedCheckpoint
 from mpc_dist.training.checkpoint_folder import folder_of, list_checkpoints
@@ -44,6 +44,25 @@ def test_numbers_are_looked_at_if_a_policy_or_a_scale_needs_it():
     assert [Guard(policy, scale).is_on for policy in ("ignore", "stop", "skip")] == [True] * 3
     assert [Guard(policy).may_skip for policy in ("ignore", "stop", "skip")] == [False, False, True]
     assert Guard("ignore", scale).may_skip
+
+
+def test_so_many_steps_in_a_row_that_come_to_nothing_are_an_error():
+    guard = Guard("skip")
+
+    def decide(value: float) -> object:
+        guard.see("loss", 0, 0, torch.tensor(value))
+        return guard.decide(step=1)
+
+    bad = float("nan")
+    for _ in range(2):  # a good step between them begins anew
+        for _ in range(MOST_SKIPPED):
+            assert decide(bad) is not True
+        assert decide(1.0) is True
+    assert guard.num_skipped == 2 * MOST_SKIPPED
+    for _ in range(MOST_SKIPPED):
+        decide(bad)
+    with pytest.raises(NonFiniteError, match=f"{MOST_SKIPPED} steps in a row"):
+        decide(bad)
 
 
 def test_a_guard_goes_on_with_its_scale_and_its_counts():

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from mpc_dist.gradient import eager_mpc_gradients, mpc_gradients
 from mpc_dist.models import GPT, Chain, ResMLP, build_chain
-from mpc_dist.readout import mean_squared_error
+from mpc_dist.readout import IGNORED, cross_entropy, mean_squared_error
 from mpc_dist.windows import Windows, backprop, cumulative, forward_forward, loco, sliding, tumbling
 from tests.examples import (
     MODELS,
@@ -273,3 +273,14 @@ def test_labels_of_which_none_counts_teach_nothing(compute):
     assert set(gradients) == {name for name, _ in model.named_parameters()}
     for name, gradient in gradients.items():
         assert torch.equal(gradient, torch.zeros_like(gradient)), name
+
+
+@pytest.mark.usefixtures("float64")
+def test_a_batch_without_a_label_that_counts_has_zero_gradients():
+    parts, inputs, _ = build_dense_chain([3, 4, 5])
+    chain = Chain(list(parts.blocks), cross_entropy, {s: parts.readouts[str(s)] for s in (1, 2)})
+    labels = torch.full((len(inputs),), IGNORED)
+    for found in (mpc_gradients, eager_mpc_gradients):
+        gradients = found(chain, inputs, labels, sliding(2, 1))
+        assert set(gradients) == {name for name, _ in chain.named_parameters()}
+        assert all(not value.any() for value in gradients.values())  # a number that is none would count

@@ -1,6 +1,7 @@
 """The executor in one process equals the definition: every parameter, any windows, any partition, any micro-batches."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from mpc_dist.gradient import mpc_gradients
 from mpc_dist.models import GPT, Chain, build_chain
 from mpc_dist.readout import mean_squared_error
+from mpc_dist.runtime.guard import Finding
 from mpc_dist.runtime.in_process import InProcessPipeline
 from mpc_dist.runtime.stage import StageOptions
 from mpc_dist.schedule import build_schedule, lay_out, split_evenly
@@ -283,3 +285,13 @@ def test_horizon_in_stages_equals_anchored_windows():
     build(chain, in_stages, (3, 1), 2, split=False).step(inputs, labels)
     expected = mpc_gradients(chain, inputs, labels, sliding(4, 1, anchors=[3, 4]))
     assert_same(gradients_of(chain), expected, tolerance=ROUNDING)
+
+
+def test_a_number_that_is_not_finite_is_told_as_received_where_it_did_not_begin():
+    chain, inputs, labels = build_dense_chain([3, 4, 5, 4])
+    pipeline = build(chain, sliding(3, 1), (1, 2), 2, split=False, on_nonfinite="skip")
+    with torch.no_grad():
+        chain.blocks[0][-1].bias[0] = math.inf
+    first, second = pipeline.step(inputs, labels)
+    assert first.finding == Finding("activation", 0, 0, is_received=False)
+    assert second.finding == Finding("activation", 1, 0, is_received=True)

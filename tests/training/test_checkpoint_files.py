@@ -184,6 +184,16 @@ def test_a_tensor_in_a_file_that_has_no_checksum_is_refused(tmp_path: Path):
         read_state(path.parent)
 
 
+@pytest.mark.parametrize("name", ["../weights.safetensors", "/etc/passwd", "deeper/weights.safetensors"])
+def test_a_file_outside_of_the_checkpoint_is_refused(name: str, tmp_path: Path):
+    path = save_alone(tmp_path) / "state.json"
+    content = json.loads(path.read_text())
+    content["files"][name] = next(iter(content["files"].values()))
+    path.write_text(json.dumps(seal({key: value for key, value in content.items() if key != "sha256"})))
+    with pytest.raises(ValueError, match="names a file outside of it"):
+        read_state(path.parent)
+
+
 def test_names_of_parts_are_read_back():
     for shape in ((), (3,), (2, 0, 4)):
         name = Fragment(torch.empty(0), 17, shape).name("optimizer.blocks.0.a@b.exp_avg")

@@ -106,6 +106,10 @@ def test_every_shipped_config_is_valid(path):
         ("data: {unit: null}", r"data\.unit may not be null"),
         ("model: {name: [gpt]}", r"unknown model \['gpt'\]"),
         ("seed: 1\nseed: 2", "key 'seed' is given twice"),
+        (
+            f"dtype: float32\noptimizer: {{lr: 1{'0' * 400}}}\nbatch_size: 8",
+            r"optimizer\.lr .* is too large",
+        ),
         ("seed: 2001-99-99", "config.yaml cannot be read"),
         ("[" * 5000, "config.yaml cannot be read"),
         ("- a\n- b", "holds a list; it must be a mapping"),

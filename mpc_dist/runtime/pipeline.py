@@ -349,6 +349,7 @@ class Pipeline:
             self._loss,
             self.layout.blocks[-1].stop,
             parts,
+            scope=self.stage.scope,
             windows=windows,
         )
         self.close()
@@ -410,7 +411,8 @@ class Pipeline:
     def _connect(self, batch: MicroBatches) -> Stage:
         """Agree on the shapes of messages by passing one micro-batch's shapes down the pipe, and build the stage."""
         mesh = self.mesh
-        labels = batch.labels[0] if batch.labels else None
+        # Without a label that counts, a loss need not be a number.
+        labels = next((part for part, count in zip(batch.labels, batch.counts, strict=True) if count), None)
         if self.needs_inputs:
             sample = batch.inputs[0]
             self._microbatch_size = len(sample)

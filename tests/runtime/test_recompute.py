@@ -93,7 +93,7 @@ def test_a_block_that_modifies_its_input_is_refused_in_one_line(place):
 def norms_without_bias(num_blocks: int) -> list[nn.Module]:
     """Of zeros, such a layer makes zeros: the mean of a batch does not move what batch norm keeps of it."""
     torch.manual_seed(1)
-    return [nn.Sequential(nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4)) for _ in range(num_blocks)]
+    return [nn.Sequential(nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4), nn.ReLU()) for _ in range(num_blocks)]
 
 
 def train_norms(rank: int, num_ranks: int, recompute: bool) -> dict[str, torch.Tensor]:

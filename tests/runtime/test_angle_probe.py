@@ -17,7 +17,7 @@ from mpc_dist.windows import sliding
 OPTIONS = {"autocast": StageOptions(autocast=True), "float32": StageOptions()}
 
 
-def measure(rank: int, partition: tuple[int, ...], precision: str) -> float:
+def measure(rank: int, partition: tuple[int, ...], precision: str, replicas: int = 1) -> float:
     torch.manual_seed(1)
     blocks = [nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.3)) for _ in range(4)]
     readouts = {s: nn.Linear(16, 3) for s in range(1, 5)}
@@ -25,7 +25,12 @@ def measure(rank: int, partition: tuple[int, ...], precision: str) -> float:
     for _ in range(rank):
         torch.rand(7)  # the generators of ranks need not agree
     pipeline = Pipeline(
-        build_mesh(Launch(rank, len(partition), rank), num_stages=len(partition), timeout=timedelta(seconds=60)),
+        build_mesh(
+            Launch(rank, len(partition) * replicas, rank),
+            num_stages=len(partition),
+            num_replicas=replicas,
+            timeout=timedelta(seconds=60),
+        ),
         lay_out(sliding(4, 2), partition),
         build_block=blocks.__getitem__,
         build_readout=readouts.__getitem__,
@@ -48,3 +53,10 @@ def test_the_angle_does_not_depend_on_the_partition(precision):
     for partition in ((2, 2), (1, 2, 1)):
         for cosine in run_local_ranks(measure, len(partition), partition, precision):
             assert cosine == pytest.approx(alone, rel=1e-5)
+
+
+def test_each_replica_measures_by_its_own_ranks():
+    found = run_local_ranks(measure, 4, (2, 2), "float32", 2)
+    assert found[0] == found[2]
+    assert found[1] == found[3]
+    assert found[0] != found[1]  # replicas drop different features

@@ -105,6 +105,7 @@ def train_cases(rank: int, partition: tuple[int, ...], num_replicas: int) -> lis
             pipeline.step(*step[pipeline.mesh.replica])
         pipeline.close()
         assert not pipeline.stage.executor.left_over()
+        assert 0 <= pipeline.seconds_waiting < 120  # no more than it took
         assert not any(channel.sent for channel in pipeline._transport._channels.values())  # all has been taken
         results.append({key: value.detach().clone() for key, value in pipeline.named_parameters().items()})
     return results

@@ -343,3 +343,28 @@ def test_what_a_rank_holds_counts_weights_gradients_and_buffers():
     pipeline.connect(*torch.randn(2, 4, 3))
     weights = sum(p.nbytes for p in block.parameters())
     assert pipeline.fixed_bytes == 2 * weights + sum(buffer.nbytes for buffer in block.buffers())
+
+
+def test_only_what_the_last_backward_adds_to_is_waited_for_by_the_replicas():
+    """A readout's gradient is complete before: it may travel while blocks are still at work."""
+    chain, inputs, labels = build_dense_chain([3, 4, 5])
+    pipeline = build(chain, sliding(2, 1), (2,), 2, split=False)
+    (stage,) = pipeline.stages
+    announced: list[tuple[list, list]] = []
+
+    class Reducer:
+        def expect(self, parameters, coming):
+            announced.append((list(parameters), list(coming)))
+
+        def start(self, parameters): ...
+
+        def finish(self):
+            return []
+
+    stage._reducer = Reducer()
+    pipeline.step(inputs, labels)
+    names = {id(p): name for name, p in chain.named_parameters()}
+    found = {tuple(names[id(p)].split(".")[0] for p in part) for both in announced for part in both}
+    assert found == {("blocks",) * 4 + ("readouts",) * 2, ("blocks",) * 4}
+    for parameters, coming in announced:
+        assert [names[id(p)] for p in parameters[:4]] == [names[id(p)] for p in coming]

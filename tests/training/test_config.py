@@ -129,6 +129,7 @@ def test_what_is_wrong_with_a_file_is_said_in_one_line(tmp_path, text, message):
         (["--config", "nowhere.yaml"], "config file nowhere.yaml does not exist; the shipped ones are in configs/"),
         (["--model.name", "gtp"], "unknown model 'gtp'; did you mean 'gpt'?"),
         (["--model.widht", "3"], "unknown option '--model.widht'; did you mean '--model.width'?"),
+        (["--checkpoints.keep", "10000000000000"], r"checkpoints\.keep 10000000000000 is out of range"),
         (["--training.folder", ""], r"training\.folder '' can be no path"),
         (["--model.width=x"], r'"model\.width".*Expected a int.*x'),
         (["--batch_size"], "batch_size"),

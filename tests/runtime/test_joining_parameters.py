@@ -99,6 +99,17 @@ def test_a_saved_state_has_the_optimizer_state_of_readouts_out_of_use_and_is_res
     for key, parameter in other.named_parameters():
         assert torch.equal(parameter, expected[key]), key
 
+    # In a new process, which has never used those readouts: they are kept, too, and saved again.
+    anew, last, _, _ = build(backprop(T))
+    anew.connect(inputs, labels)
+    assert anew.restore_state(Kept(saved), step=5) == []
+    for key, value in anew.collect_state().items():
+        assert torch.equal(value, saved[key]) or key.startswith("random."), key
+    assert anew.collect_state().keys() == saved.keys()
+    train(anew, inputs, labels, forward_forward(T), 3)
+    for key, parameter in last.named_parameters():
+        assert torch.equal(parameter, expected[key]), key
+
 
 def test_a_group_that_the_optimizer_does_not_have_is_refused():
     def by_width(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

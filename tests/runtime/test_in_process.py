@@ -3,6 +3,7 @@
 import copy
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from mpc_dist.gradient import mpc_gradients
 from mpc_dist.models import GPT, Chain, build_chain
 from mpc_dist.readout import mean_squared_error
 from mpc_dist.runtime import build_pipeline
+from mpc_dist.runtime.executor import Executor, StepRecord
 from mpc_dist.runtime.guard import Finding
 from mpc_dist.runtime.in_process import InProcessPipeline
 from mpc_dist.runtime.loss_scale import LossScale
@@ -368,3 +370,21 @@ def test_only_what_the_last_backward_adds_to_is_waited_for_by_the_replicas():
     assert found == {("blocks",) * 4 + ("readouts",) * 2, ("blocks",) * 4}
     for parameters, coming in announced:
         assert [names[id(p)] for p in parameters[:4]] == [names[id(p)] for p in coming]
+
+
+@pytest.mark.parametrize(("held", "number"), [([{0, 1}], 2), ([{0}, {1, 2}], 3), ([set(), {0}, {0, 1}], 2)])
+def test_a_micro_batch_in_several_segments_of_a_rank_counts_once(held, number):
+    executor = Executor.__new__(Executor)
+    executor._segments = {index: SimpleNamespace(in_flight=own) for index, own in enumerate(held)}
+    executor._record = StepRecord()
+    executor._count_in_flight()
+    assert executor._record.most_in_flight == number
+
+
+def test_what_a_rank_is_doing_is_said():
+    pipeline = build_pipeline([nn.Linear(3, 3)], mean_squared_error, horizon=backprop(1), optimizer=KeepGradients)
+    assert pipeline.mesh.watch.phase == "start-up"
+    pipeline.step(*torch.randn(2, 4, 3))
+    assert pipeline.mesh.watch.phase == "training"
+    pipeline.change_windows(backprop(1))
+    assert pipeline.mesh.watch.phase == "change of windows"

@@ -188,6 +188,7 @@ def test_a_group_that_was_made_without_parameters_takes_those_that_belong_to_it_
 
     pipeline, readouts = build_by_settings(with_empty)
     schedule = torch.optim.lr_scheduler.StepLR(pipeline.stage.optimizer, step_size=1, gamma=0.5)
+    pipeline.step(torch.randn(2, 3), torch.randn(2, 3))
     schedule.step()
     pipeline.change_windows(forward_forward(2))
     assert [len(group["params"]) for group in pipeline.stage.optimizer.param_groups] == [1, 4]

@@ -322,7 +322,7 @@ class Short(nn.Module):
 
 
 def send_another_shape(rank: int) -> None:
-    chain = Chain([Short(), nn.Linear(3, 3)], lambda prediction, labels: prediction.sum() + 0 * labels.sum())
+    chain = Chain([Short(), nn.Linear(3, 3)], lambda prediction, labels: prediction.mean() + 0 * labels.mean())
     pipeline = connect(rank, (1, 1), sliding(2, 1), chain, optimizer=sgd)
     for _ in range(3):
         pipeline.step(torch.randn(4, 3), torch.randn(4, 3))

@@ -1,7 +1,7 @@
 """The pipeline as a training loop sees it: the same call on every rank, one step at a time."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
@@ -223,7 +223,9 @@ class Pipeline:
         kept = {int(name.split(".")[1]) for name in saved.described if name.startswith("readouts.")}
         own = range(min(self._blocks) + 1, max(self._blocks) + 2)
         unused = sorted((kept & set(own)) - self._readouts.keys())
-        self._readouts |= {boundary: self._build_extra_readout(boundary) for boundary in unused}
+        for boundary in unused:
+            with suppress(KeyError):  # it is not given any more: then no windows can use it
+                self._readouts[boundary] = self._build_extra_readout(boundary)
         if unused and self.stage.optimizer is not None:
             trained = [parameter for parameter in self.named_parameters().values() if parameter.requires_grad]
             add_parameters(self.stage.optimizer, trained, self._optimizer)

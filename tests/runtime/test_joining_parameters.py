@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Mapping
+from functools import partial
 
 import pytest
 import torch
@@ -109,6 +110,21 @@ def test_a_saved_state_has_the_optimizer_state_of_readouts_out_of_use_and_is_res
     train(anew, inputs, labels, forward_forward(T), 3)
     for key, parameter in last.named_parameters():
         assert torch.equal(parameter, expected[key]), key
+
+
+def test_a_readout_that_is_not_given_any_more_is_left_in_the_checkpoint():
+    torch.manual_seed(0)
+    blocks, head = [nn.Linear(3, 3), nn.Linear(3, 3)], nn.Linear(3, 3)
+    settings = {"optimizer": partial(torch.optim.SGD, lr=0.1)}
+    both = {1: nn.Linear(3, 3), 2: head}
+    inputs, labels = torch.randn(2, 4, 3)
+    first = build_pipeline(blocks, mean_squared_error, horizon=forward_forward(2), readouts=both, **settings)
+    first.step(inputs, labels)
+    saved = first.collect_state()
+    second = build_pipeline(blocks, mean_squared_error, horizon=backprop(2), readouts={2: head}, **settings)
+    second.connect(inputs, labels)
+    assert second.restore_state(Kept(saved), step=1) == []
+    second.step(inputs, labels)
 
 
 def decaying_but_vectors(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

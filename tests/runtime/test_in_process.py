@@ -2,6 +2,8 @@
 
 import copy
 import math
+import time
+from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 
@@ -21,7 +23,8 @@ from mpc_dist.runtime.in_process import InProcessPipeline
 from mpc_dist.runtime.loss_scale import LossScale
 from mpc_dist.runtime.split import run_input_half
 from mpc_dist.runtime.stage import StageOptions
-from mpc_dist.schedule import build_schedule, lay_out, split_evenly
+from mpc_dist.runtime.transport import DistributedTransport
+from mpc_dist.schedule import build_schedule, lay_out, parse_action, split_evenly
 from mpc_dist.windows import Windows, backprop, cumulative, expand, loco, sliding, tumbling
 from tests.examples import TOKENS, assert_same, build_dense_chain, build_example, draw_batch
 from tests.runtime.reference import KeepGradients, reference_gradients, train_reference
@@ -388,3 +391,12 @@ def test_what_a_rank_is_doing_is_said():
     assert pipeline.mesh.watch.phase == "training"
     pipeline.change_windows(backprop(1))
     assert pipeline.mesh.watch.phase == "change of windows"
+
+
+def test_waiting_is_counted_for_the_neighbour_that_is_waited_for():
+    transport = DistributedTransport({}, rank=0, timeout=timedelta(seconds=1))
+    slow = SimpleNamespace(wait=lambda *_: time.sleep(0.05))
+    for peer in (3, 3, 1):
+        transport._wait(slow, parse_action("RA1.0"), SimpleNamespace(peer=peer), "receiving from")
+    assert 0.05 < transport.waiting_for[1] < transport.waiting_for[3] < 30
+    assert transport.seconds_waiting == sum(transport.waiting_for.values())

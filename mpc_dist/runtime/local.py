@@ -4,10 +4,12 @@ import io
 import multiprocessing
 import os
 import queue
+import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from multiprocessing.queues import Queue
 from pathlib import Path
@@ -52,14 +54,29 @@ def run_local_ranks(
             )
             for rank in range(num_ranks)
         ]
-        for process in ranks:
-            process.start()
+        with nullcontext() if function.__module__ == "__main__" else _without_script():
+            for process in ranks:
+                process.start()
         try:
             return _collect(ranks, results, time.monotonic() + timeout, may_fail)
         finally:
             for process in ranks:
                 process.kill()
                 process.join(10)
+
+
+@contextmanager
+def _without_script() -> Iterator[None]:
+    """Let processes start without the script that this one runs: each would import all that it imports, again."""
+    script = sys.modules["__main__"]
+    hidden = {name: getattr(script, name, None) for name in ("__file__", "__spec__")}
+    for name in hidden:
+        setattr(script, name, None)
+    try:
+        yield
+    finally:
+        for name, value in hidden.items():
+            setattr(script, name, value)
 
 
 def _collect(ranks: list[Any], results: Any, deadline: float, may_fail: bool) -> list[Any]:

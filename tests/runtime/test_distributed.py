@@ -3,6 +3,8 @@
 import copy
 import os
 import signal
+import subprocess
+import sys
 import time
 from datetime import timedelta
 
@@ -22,6 +24,7 @@ from mpc_dist.runtime.shared_head import SharedHead
 from mpc_dist.runtime.watch import Watch
 from mpc_dist.schedule import lay_out, split_evenly
 from mpc_dist.windows import Windows, backprop, cumulative, expand, loco, sliding, tumbling
+from tests.conftest import ROOT
 from tests.examples import build_dense_chain, build_example
 from tests.runtime.reference import train_reference
 
@@ -393,6 +396,28 @@ def raise_on_rank_one(rank: int) -> int:
     if rank == 1:
         raise RuntimeError("on purpose")
     return rank
+
+
+def what_is_main(_rank: int) -> str | None:
+    return getattr(sys.modules["__main__"], "__file__", None)
+
+
+def test_ranks_do_not_run_the_script_again_that_starts_them(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from pathlib import Path\n"
+        "from mpc_dist.runtime.local import run_local_ranks\n"
+        "from tests.runtime.test_distributed import what_is_main\n"
+        "with Path(__file__).with_name('runs').open('a') as file:\n"
+        "    file.write('once ')\n"
+        "if __name__ == '__main__':\n"
+        "    assert __file__ not in run_local_ranks(what_is_main, 2)\n"
+        "    assert __file__.endswith('script.py')\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "runs").read_text() == "once "
 
 
 def test_the_helper_reports_what_a_rank_raised():

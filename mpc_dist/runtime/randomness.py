@@ -5,10 +5,12 @@ schedule and number of ranks.
 """
 
 import zlib
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
+
+_NOTHING = nullcontext()
 
 
 @dataclass
@@ -22,15 +24,17 @@ class Randomness:
     generators: tuple[torch.Generator, ...] = (torch.default_generator,)
     """Those that a forward may draw from: see `list_generators`."""
 
-    def begin(self, block: int, microbatch: int) -> None:
+    def begin(self, block: int, microbatch: int) -> AbstractContextManager[object]:
         """What is drawn from here on belongs to this block's forward; a readout has its boundary, negated.
 
         Every block is seeded, whether or not it looks random: that takes a microsecond, and looking would miss what
-        functions draw. What the generator held is put back after the step, not after each block.
+        functions draw. What the generator held is put back after the step, not after each block: the context that is
+        returned does nothing.
         """
         key = zlib.crc32(f"{self.seed} {self.replica} {self.step} {microbatch} {block}".encode())
         for generator in self.generators:
             generator.manual_seed(key)
+        return _NOTHING
 
 
 def list_generators(device: torch.device) -> tuple[torch.Generator, ...]:

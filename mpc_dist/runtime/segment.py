@@ -88,20 +88,20 @@ class Segment:
 
     def run_blocks(self, microbatch: int, state: Tensor, *, is_guarded: bool = False) -> Tensor:
         """The blocks' output, with its graph if gradients are enabled; in a step, the guard looks at each state."""
-        has_graph = state.requires_grad and torch.is_grad_enabled()
+        is_enabled = torch.is_grad_enabled()
+        has_graph = state.requires_grad and is_enabled
+        recomputer, scope = self._recomputer if is_enabled else None, self.scope
         for index, block in enumerate(self.blocks, start=self.first_block):
-            state = self._run_block(block, state, index, microbatch)
+            if recomputer is None:
+                with scope(index, microbatch):
+                    state = run_block(block, state, index)
+            else:
+                state = recomputer.run(block, state, index, microbatch)
             if has_graph and not state.requires_grad:
                 raise self._explain_cut_off(block, index)
             if is_guarded:
                 self.guard.see("activation", index, microbatch, state)
         return state
-
-    def _run_block(self, block: nn.Module, state: Tensor, index: int, microbatch: int) -> Tensor:
-        if self._recomputer is not None and torch.is_grad_enabled():
-            return self._recomputer.run(block, state, index, microbatch)
-        with self.scope(index, microbatch):
-            return run_block(block, state, index)
 
     def read(self, microbatch: int, state: Tensor, labels: Tensor, share: float) -> Reading:
         """Read the loss of the segment's output, and its gradients: the readout's own go to `.grad`.
@@ -144,7 +144,11 @@ class Segment:
         output = state
         for index, block in enumerate(self.blocks, start=self.first_block):
             leaf = output.detach().requires_grad_(output.is_floating_point())
-            output = self._run_block(block, leaf, index, 0)
+            if self._recomputer is not None:
+                output = self._recomputer.run(block, leaf, index, 0)
+            else:
+                with self.scope(index, 0):
+                    output = run_block(block, leaf, index)
             # Nobody needs the adjoint of the data: there the first block's weights must be reached.
             sources = [leaf] if index else [p for p in block.parameters() if p.requires_grad]
             if sources and output is not leaf and not any(_depends_on(output, source) for source in sources):

@@ -1,7 +1,7 @@
 """One rank's stage: its blocks and readouts, its executor, its optimizer."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -181,13 +181,13 @@ class Stage:
         # Of any parameter: a stage may be frozen and still drop features.
         device = next((p.device for _, p in self.named_parameters()), torch.device("cpu"))
         self.randomness.generators = list_generators(device)
-        plain, options, begin = nullcontext(), self._options, self.randomness.begin
+        options, begin = self._options, self.randomness.begin
 
         def enter(block: int, microbatch: int) -> AbstractContextManager[object]:
             begin(block, microbatch)
-            return torch.autocast(device.type, dtype=options.autocast_dtype) if options.autocast else plain
+            return torch.autocast(device.type, dtype=options.autocast_dtype)
 
-        return enter
+        return enter if options.autocast else begin
 
     def _build_segment(self, index: int, work: Work, loss: Loss) -> Segment:
         blocks = self.layout.blocks[index]

@@ -34,6 +34,7 @@ from mpc_dist.runtime.transport import (
     DistributedTransport,
     Transport,
     connect_in_memory,
+    manners_of,
 )
 from mpc_dist.runtime.zero import ZeroOptimizer, ZeroSettings, check_weights
 from mpc_dist.schedule import Costs, Layout, build_schedule, lay_out, validate
@@ -431,7 +432,11 @@ class Pipeline:
             ):
                 channels[direction, kind] = Channel(before.peer, group, sample.shape, sample.dtype, mesh.device)
         self._transport = DistributedTransport(
-            channels, rank=mesh.ranks_of_stages[mesh.stage], timeout=self._timeout, watch=mesh.watch
+            channels,
+            rank=mesh.ranks_of_stages[mesh.stage],
+            timeout=self._timeout,
+            watch=mesh.watch,
+            manners=manners_of(mesh.device),
         )
         stage = self._build_stage(self._transport)
         output = _check_stage(stage, sample, labels)

@@ -125,10 +125,13 @@ def run_block(block: nn.Module, state: Tensor, index: int) -> Tensor:
     try:
         output = block(state)
     except RuntimeError as error:
-        # Autograd's own words when the input is a leaf.
+        # Autograd's own words for a leaf, which the input is, and the block's weights.
         if "in-place operation" not in str(error):
             raise
-        version = -1
+        raise ValueError(
+            f"block {index} ({type(block).__name__}) modifies its input in place, or a weight of its own; make that "
+            "operation out of place"
+        ) from error
     wrong = None
     if version != state._version:
         wrong = "modifies its input in place; make its first operation out of place"

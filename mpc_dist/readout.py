@@ -3,9 +3,11 @@
 A readout's own weights learn from their own loss only; parameter-free readouts have none.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +21,12 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 """(prediction, labels) -> scalar: the mean over the labels that count.
 
 How many count is what micro-batches and replicas are weighed by: all but those marked `IGNORED` (or by the loss's own
-`ignore_index`, and by class weights, as in torch's losses), or what the loss says by a method `count(labels)`.
+`ignore_index`, and by class weights, as in torch's losses, also in a `functools.partial`), or what the loss says by a
+method `count(labels)`. One that is the mean over something else is refused at start-up.
 """
 
+_MEAN_TOLERANCE = 1e-3
+"""Of a mean in float32 over any number of labels; a wrong weight is seldom so small a difference."""
 IGNORED = -100
 """The label of a position that is not predicted, as everywhere in torch."""
 
@@ -173,9 +178,33 @@ class LinearHead(nn.Module):
 
 def check_loss(loss: Loss) -> None:
     """Raise unless the loss is a mean, as far as it says."""
-    reduction = getattr(loss, "reduction", "mean")
+    reduction = _setting(loss, "reduction", "mean")
     if reduction != "mean":
         raise ValueError(f"the loss has reduction {reduction!r}; use 'mean': micro-batches are weighed by their labels")
+
+
+def check_mean(loss: Loss, prediction: Tensor, labels: Tensor) -> None:
+    """Raise unless the loss of these labels is that of their halves, weighed by the labels that count in each.
+
+    Otherwise the number of micro-batches and of replicas would change what is learnt. A loss that says by a method
+    `count` what labels weigh is believed.
+    """
+    if getattr(loss, "count", None) is not None or len(labels) < 2:
+        return
+    with torch.no_grad():
+        half = len(labels) // 2
+        counts, losses = [], []
+        for part in (slice(None), slice(half), slice(half, None)):
+            counts.append(count_labels(loss, labels[part]))
+            losses.append(float(read_loss(loss, prediction[part], labels[part])) if counts[-1] else 0.0)
+    mean = sum(count * value for count, value in zip(counts[1:], losses[1:], strict=True)) / max(sum(counts[1:]), 1e-12)
+    is_known = math.isfinite(losses[0])  # of states of zeros it need not be
+    if is_known and not math.isclose(losses[0], mean, rel_tol=_MEAN_TOLERANCE, abs_tol=_MEAN_TOLERANCE):
+        raise ValueError(
+            f"the loss of {len(labels)} samples is {losses[0]:.6g}, but that of their halves, weighed by their labels, "
+            f"{mean:.6g}: it is not the mean over the labels that are not {IGNORED}, so micro-batches would change "
+            "what is learnt; give it a method count(labels) that says what it divides by"
+        )
 
 
 def count_labels(loss: Loss, labels: Tensor) -> float:
@@ -186,13 +215,38 @@ def count_labels(loss: Loss, labels: Tensor) -> float:
     if labels.is_floating_point() or isinstance(labels, FakeTensor):  # a fake one has no values
         return float(labels.numel())
     kept = find_valid(loss, labels)
-    weights = getattr(loss, "weight", None)
+    # No others divide by the weights of their labels.
+    weights = _setting(loss, "weight", None) if is_torchs(loss) else None
     return float(kept.sum()) if weights is None else float(weights.to(labels.device)[labels[kept]].sum())
 
 
 def find_valid(loss: Loss, labels: Tensor) -> Tensor:
     """Which class labels the loss does not pass over."""
-    return labels != getattr(loss, "ignore_index", IGNORED)
+    valid: Tensor = labels != _setting(loss, "ignore_index", IGNORED)
+    return valid
+
+
+def tells_valid(loss: Loss) -> bool:
+    """Whether `find_valid` is right: a loss that counts by itself may pass over labels that it does not name."""
+    return getattr(loss, "count", None) is None or hasattr(loss, "ignore_index")
+
+
+def is_torchs(loss: Loss) -> bool:
+    """Whether it is torch's own loss of classes."""
+    whole = loss.func if isinstance(loss, partial) else loss
+    return isinstance(whole, (nn.CrossEntropyLoss, nn.NLLLoss)) or whole in (F.cross_entropy, F.nll_loss)
+
+
+def find_classes(loss: Loss, prediction: Tensor, labels: Tensor) -> int | None:
+    """The dimension of a prediction's classes: the last, for torch's own losses the second; None if there is none."""
+    dimension = 1 if is_torchs(loss) and prediction.ndim > 1 else prediction.ndim - 1
+    sizes = (*prediction.shape[:dimension], *prediction.shape[dimension + 1 :])
+    return None if labels.is_floating_point() or sizes != labels.shape else dimension
+
+
+def _setting(loss: Loss, name: str, default: Any) -> Any:
+    """What a loss was given, as a module or as a `functools.partial`."""
+    return loss.keywords.get(name, default) if isinstance(loss, partial) else getattr(loss, name, default)
 
 
 def read_loss(loss: Loss, prediction: Tensor, labels: Tensor) -> Tensor:

@@ -27,7 +27,10 @@ MAX_SEED = 2**32 - 1
 _ORDER, _AUGMENT, _TEST_ORDER, _FINGERPRINT = 1, 2, 5, 6
 
 FINGERPRINTED = 32
-"""Samples whose content stands for that of all."""
+"""Samples that are read from files for a fingerprint."""
+FINGERPRINT_VERSION = "2"
+"""Of what a fingerprint is made of: those of other versions cannot be compared."""
+_CHUNK = 4096
 
 Indices = NDArray[np.int64]
 Noise = NDArray[np.float64]
@@ -76,23 +79,24 @@ class Split(ABC):
     def read_labels(self, indices: Indices) -> Tensor:
         """The labels of these samples."""
 
-    def read_raw(self, indices: Indices) -> Iterator[bytes]:
-        """What tells these samples from others, as it was before any augmentation."""
-        for part in (self.read_inputs(indices, np.zeros((len(indices), self.num_random))), self.read_labels(indices)):
-            yield f"{part.dtype} {tuple(part.shape)}".encode()
-            yield part.numpy().tobytes()
+    def read_raw(self, few: Indices) -> Iterator[bytes | memoryview]:
+        """What tells this data from other data, before any augmentation; of what has to be decoded, only these few."""
+        every = few if self.is_decoded else np.arange(self.num_samples)
+        for indices in np.array_split(every, -(-len(every) // _CHUNK)):
+            none = np.zeros((len(indices), self.num_random))
+            yield from map(view_bytes, (self.read_inputs(indices, none).numpy(), self.read_labels(indices).numpy()))
 
     def read(self, selection: Selection) -> Batch:
         """The whole batch."""
         return self.read_inputs(selection.indices, selection.noise), self.read_labels(selection.indices)
 
     def fingerprint(self) -> str:
-        """What tells this data from other data with as many samples: a digest of a fixed few of them."""
+        """What tells this data from other data with as many samples."""
         drawn = np.random.default_rng([_FINGERPRINT]).integers(0, self.num_samples, FINGERPRINTED)
         digest = hashlib.sha256(str(self.num_samples).encode())
         for content in self.read_raw(np.unique(drawn)):
             digest.update(content)
-        return digest.hexdigest()[:32]
+        return f"{FINGERPRINT_VERSION}-{digest.hexdigest()[:32]}"
 
     @staticmethod
     def of_tensors(inputs: Tensor, labels: Tensor) -> "Split":
@@ -119,6 +123,17 @@ class TensorSplit(Split):
     def read_labels(self, indices: Indices) -> Tensor:
         """These rows of the labels."""
         return self.labels[torch.from_numpy(indices)]
+
+    def read_raw(self, _: Indices) -> Iterator[bytes | memoryview]:
+        """All of them."""
+        for part in (self.inputs, self.labels):
+            yield f"{part.dtype} {tuple(part.shape)}".encode()
+            yield view_bytes(part.numpy())
+
+
+def view_bytes(array: NDArray[Any]) -> memoryview:
+    """An array's content, without a copy if it is in one piece."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 @dataclass(frozen=True)
@@ -197,8 +212,9 @@ class Batches(Iterator[Batch]):
                     f"the saved data state has {name} {state.get(name)} but this run {own}; "
                     "resume with the settings it was saved with"
                 )
-        # Those of before say nothing of the content.
-        if state.get("fingerprint", self._fingerprint) != self._fingerprint:
+        # Those of before say nothing of the content, or by another version.
+        saved = str(state.get("fingerprint"))
+        if saved.startswith(f"{FINGERPRINT_VERSION}-") and saved != self._fingerprint:
             raise ValueError(
                 f"the training samples of {self._source} are not those that the checkpoint was trained on, though "
                 "equally many; give it the data of before, or start anew with --checkpoints.resume never"

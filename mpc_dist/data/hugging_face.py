@@ -146,6 +146,8 @@ class TablePictures:
     column: str
     path: str
     """Where the table is."""
+    names: Sequence[str] = ()
+    """Rows have none."""
 
     def open(self, index: int) -> Any:
         """The picture, decoded."""

@@ -76,10 +76,10 @@ class FolderPictures:
             raise ValueError(f"picture {path} cannot be read: {error}; mend or remove it") from error
 
     def read_raw(self, index: int) -> bytes:
-        """The file's name and content."""
+        """The file's content."""
         path = Path(self.folder) / self.names[index]
         try:
-            return self.names[index].encode(errors="surrogateescape") + path.read_bytes()
+            return path.read_bytes()
         except OSError as error:
             raise ValueError(f"picture {path} cannot be read: {error}; mend or remove it") from error
 

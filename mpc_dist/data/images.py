@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mpc_dist.data.dataset import Dataset, Indices, Noise, Split
+from mpc_dist.data.dataset import Dataset, Indices, Noise, Split, view_bytes
 from mpc_dist.data.untrusted import load_untrusted
 from mpc_dist.task import Task
 from mpc_dist.validation import check_whole
@@ -169,10 +169,10 @@ class ImageSplit(Split):
         """Their classes."""
         return torch.from_numpy(self.labels[indices])
 
-    def read_raw(self, indices: Indices) -> Iterator[bytes]:
-        """The images' own bytes, and all classes."""
-        yield self.images[indices].tobytes()
-        yield self.labels.tobytes()
+    def read_raw(self, _: Indices) -> Iterator[bytes | memoryview]:
+        """All images' own bytes, and all classes."""
+        yield view_bytes(self.images)
+        yield view_bytes(self.labels)
 
 
 def _shift_and_mirror(images: NDArray[np.uint8], noise: Noise) -> NDArray[np.uint8]:

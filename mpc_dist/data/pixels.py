@@ -1,6 +1,6 @@
 """Batches of classified images that are decoded when they are gathered: resized, normalised, mirrored at random."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mpc_dist.data.dataset import MAX_SEED, Indices, Noise, Split
+from mpc_dist.data.dataset import MAX_SEED, Indices, Noise, Split, view_bytes
 from mpc_dist.data.images import MEAN, STD
 from mpc_dist.task import Task
 from mpc_dist.validation import check_real, check_whole
@@ -19,6 +19,10 @@ _TEST_SAMPLES = 4  # first word of a generator's key; see mpc_dist/data/dataset.
 
 class Pictures(Protocol):
     """Where pictures are kept; picklable."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """What each is called, if they have names."""
 
     def open(self, index: int) -> Any:
         """The picture as PIL decodes it."""
@@ -112,11 +116,12 @@ class PictureSplit(Split):
         """Their classes."""
         return torch.from_numpy(self.labels[indices])
 
-    def read_raw(self, indices: Indices) -> Iterator[bytes]:
-        """The pictures as they are kept, and all classes: nothing is decoded."""
-        for index in indices:
+    def read_raw(self, few: Indices) -> Iterator[bytes | memoryview]:
+        """These pictures as they are kept, and the names and classes of all: nothing is decoded."""
+        for index in few:
             yield self.pictures.read_raw(int(index))
-        yield self.labels.tobytes()
+        yield from (name.encode(errors="surrogateescape") + b"\0" for name in self.pictures.names)
+        yield view_bytes(self.labels)
 
 
 def choose_test_samples(num_samples: int, fraction: float, seed: int, *, what: str) -> tuple[Indices, Indices]:

@@ -2,7 +2,7 @@
 
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mpc_dist.data.dataset import Dataset, Indices, Noise, Split
+from mpc_dist.data.dataset import Dataset, Indices, Noise, Split, view_bytes
 from mpc_dist.task import Task
 from mpc_dist.validation import check_memory, check_real, check_whole
 
@@ -131,6 +131,11 @@ class TokenSplit(Split):
     def read_labels(self, indices: Indices) -> Tensor:
         """The chunks that begin one token later."""
         return self._read(indices, 1)
+
+    def read_raw(self, _: Indices) -> Iterator[bytes | memoryview]:
+        """The whole text."""
+        yield f"{self.tokens.dtype} {self.context}".encode()
+        yield view_bytes(self.tokens)
 
     def _read(self, indices: Indices, shift: int) -> Tensor:
         places = (indices * self.context)[:, None] + np.arange(shift, self.context + shift)

@@ -10,6 +10,7 @@ those is computed once, and only their inner products are kept: from them follow
 
 import json
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -137,8 +138,13 @@ class StageProbe:
         first_block: int,
         loss_at: Callable[[int, Tensor, Tensor], Tensor],
         needed: Sequence[Sequence[int]],
+        scope: Callable[[int], AbstractContextManager[object]] = lambda _block: nullcontext(),
     ) -> None:
-        """`needed[t]`: the readouts whose gradients are wanted of block t, for every block of the chain."""
+        """`needed[t]`: the readouts whose gradients are wanted of block t, for every block of the chain.
+
+        `scope(t)` is the context of block t's forward.
+        """
+        self._scope = scope
         self._blocks = blocks
         self._first = first_block
         self._loss_at = loss_at
@@ -152,7 +158,8 @@ class StageProbe:
     def forward(self, state: Tensor, labels: Tensor | None, *, share: float = 1.0) -> Tensor:
         """Run the blocks and read every loss that is needed; `share` weighs this micro-batch, 0: it has no label."""
         for boundary, block in enumerate(self._blocks, start=self._first + 1):
-            self._held.append(HeldBlock.run(block, state, boundary - 1))
+            with self._scope(boundary - 1):
+                self._held.append(HeldBlock.run(block, state, boundary - 1))
             state = self._held[-1].output.detach().requires_grad_()
             if boundary in self.lowest and share:
                 assert labels is not None

@@ -5,15 +5,17 @@ they, not the gradients, are gathered.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from mpc_dist.profile.angle import AngleProfile, Gram, StageProbe, needed_readouts
 from mpc_dist.profile.unchanged import unchanged
 from mpc_dist.readout import Loss, read_loss
 from mpc_dist.runtime.mesh import Mesh
 from mpc_dist.runtime.microbatch import MicroBatches, Shares
+from mpc_dist.runtime.segment import Scope
 from mpc_dist.runtime.transport import Transport
 from mpc_dist.schedule.action import Action, Op
 from mpc_dist.windows import Windows
@@ -28,26 +30,37 @@ def probe_angles(
     num_blocks: int,
     batches: Sequence[MicroBatches],
     *,
+    scope: Scope,
     windows: Sequence[Windows] | None = None,
 ) -> AngleProfile:
-    """Profile the gradients that these windows need (default: all); a rank gives its blocks and their readouts."""
+    """Profile the gradients that these windows need (default: all); a rank gives its blocks and their readouts.
+
+    They run forward in the scope in which they are trained.
+    """
     first, last = min(blocks), max(blocks)
     needed = needed_readouts(num_blocks, windows)
     modules = nn.ModuleList([*blocks.values(), *readouts.values()])
     grams = []
+    present = 0  # the micro-batch that is run
+
+    def enter(part: int) -> AbstractContextManager[object]:
+        return scope(part, present)
+
+    def loss_at(boundary: int, state: Tensor, labels: Tensor) -> Tensor:
+        with enter(-boundary):
+            prediction = readouts[boundary](state)
+        return read_loss(loss, prediction, labels)
+
     with unchanged(modules):
         for batch in batches:
             shares = Shares(batch.counts)
-            probe = StageProbe(
-                [blocks[t] for t in sorted(blocks)],
-                first,
-                lambda boundary, state, given: read_loss(loss, readouts[boundary](state), given),
-                needed,
-            )
+            own = [blocks[t] for t in sorted(blocks)]
+            probe = StageProbe(own, first, loss_at, needed, enter)
             # The adjoints that enter from the rank above, and those that go on to the rank below.
             entering = [s for s, stop in sorted(probe.lowest.items()) if s > last + 1 and stop <= last]
             leaving = [s for s, stop in sorted(probe.lowest.items()) if s > first and stop < first]
             for m in range(batch.number):
+                present = m
                 # Without a label that counts, a micro-batch has no gradient.
                 share = shares.of(m) if batch.counts and batch.counts[m] else 0.0
                 activation = Action(Op.RECEIVE_ACTIVATION, first, m)

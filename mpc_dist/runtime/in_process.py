@@ -46,7 +46,6 @@ class InProcessPipeline:
                 transport=transports[rank],
                 optimizer=optimizer,
                 options=options or StageOptions(),
-                sum_over_stages=None,
             )
             for rank in range(layout.num_ranks)
         ]

@@ -1,6 +1,7 @@
 """The pipeline as a training loop sees it: the same call on every rank, one step at a time."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
@@ -23,7 +24,7 @@ from mpc_dist.runtime.mesh import Mesh, leave
 from mpc_dist.runtime.microbatch import MicroBatches, Shares, cut
 from mpc_dist.runtime.randomness import undisturbed
 from mpc_dist.runtime.reducer import AllReduceReducer, bucket_bytes
-from mpc_dist.runtime.replicas import check_agreement
+from mpc_dist.runtime.replicas import check_agreement, with_first_buffers
 from mpc_dist.runtime.score import Score
 from mpc_dist.runtime.shared_head import SharedHead, share_head
 from mpc_dist.runtime.stage import OptimizerFactory, Stage, StageOptions, evaluating
@@ -192,6 +193,10 @@ class Pipeline:
         """Raise a ReplicaError unless all replicas of this stage hold the same weights; they call it together."""
         check_agreement(self.mesh, self.named_parameters())
 
+    def with_saved_buffers(self) -> AbstractContextManager[None]:
+        """A context with the buffers of the first replica, which stand for all in a checkpoint; then with its own."""
+        return with_first_buffers(self.mesh, self._modules())
+
     def collect_state(self) -> dict[str, Tensor]:
         """Copies of this rank's share of all that is needed to go on later, by their names in the whole chain."""
         mesh, optimizer = self.mesh, self._stateful_optimizer
@@ -204,6 +209,8 @@ class Pipeline:
 
         Every rank calls it, after `connect`.
         """
+        if self._zero is None:
+            self._rebuild_readouts(saved)
         missing = state.restore(
             self.modules, self._stateful_optimizer, saved, stage=self.mesh.stage, replica=self.mesh.replica
         )
@@ -211,6 +218,16 @@ class Pipeline:
         if self._shared_head is not None:
             self._shared_head.start()  # the other ranks' copies are of before
         return missing
+
+    def _rebuild_readouts(self, saved: state.Saved) -> None:
+        """Build those that were in use before windows changed: they may be again, and must not be lost."""
+        kept = {int(name.split(".")[1]) for name in saved.described if name.startswith("readouts.")}
+        own = range(min(self._blocks) + 1, max(self._blocks) + 2)
+        unused = sorted((kept & set(own)) - self._readouts.keys())
+        self._readouts |= {boundary: self._build_extra_readout(boundary) for boundary in unused}
+        if unused and self.stage.optimizer is not None:
+            trained = [parameter for parameter in self.named_parameters().values() if parameter.requires_grad]
+            add_parameters(self.stage.optimizer, trained, self._optimizer)
 
     @property
     def _stateful_optimizer(self) -> state.StatefulOptimizer | None:
@@ -275,6 +292,11 @@ class Pipeline:
         num_samples = next((len(part) for part in (inputs, labels) if part is not None), num_samples)
         if not num_samples:
             raise ValueError("an evaluation needs samples, or their number on a rank that needs none of them")
+        if self._stage is None and num_samples % self.schedule.num_microbatches:
+            raise ValueError(
+                f"{num_samples} samples are no {self.schedule.num_microbatches} equal micro-batches, from which the "
+                "ranks could learn the size of messages; call connect(inputs, labels) with a batch as in training first"
+            )
         number = None if self._stage is None else -(-num_samples // self._microbatch_size)
         batch = self._prepare(inputs, labels, number=number)
         with self.mesh.watch.during("evaluation"), evaluating(self._modules()), undisturbed(self.mesh.device):
@@ -350,6 +372,7 @@ class Pipeline:
             self._loss,
             self.layout.blocks[-1].stop,
             parts,
+            scope=self.stage.scope,
             windows=windows,
         )
         self.close()
@@ -411,7 +434,8 @@ class Pipeline:
     def _connect(self, batch: MicroBatches) -> Stage:
         """Agree on the shapes of messages by passing one micro-batch's shapes down the pipe, and build the stage."""
         mesh = self.mesh
-        labels = batch.labels[0] if batch.labels else None
+        # Without a label that counts, a loss need not be a number.
+        labels = next((part for part, count in zip(batch.labels, batch.counts, strict=True) if count), None)
         if self.needs_inputs:
             sample = batch.inputs[0]
             self._microbatch_size = len(sample)

@@ -1,6 +1,7 @@
 """Random numbers that depend on the seed, the replica, the step, the micro-batch and the block, and on nothing else.
 
-So whatever a block draws, by whichever layer or function, is the same for any partition, schedule and number of ranks.
+So whatever a block draws from torch's generators, by whichever layer or function, is the same for any partition,
+schedule and number of ranks.
 """
 
 import zlib

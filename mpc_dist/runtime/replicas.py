@@ -1,10 +1,11 @@
-"""Whether the replicas of a stage still hold the same weights, bit for bit: a checksum of each, compared."""
+"""What the replicas of a stage must have in common: the same weights, bit for bit, and one model to be scored."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from mpc_dist.runtime.mesh import Mesh
 
@@ -46,3 +47,28 @@ def check_agreement(mesh: Mesh, weights: Mapping[str, Tensor]) -> None:
         f"stage {mesh.stage}: {names[0]}{more} of replica {', '.join(map(str, parted))} differ from replica 0's; "
         "replicas must make the same updates: go on from the last checkpoint, with blocks that are the same on each"
     )
+
+
+@contextmanager
+def with_first_buffers(mesh: Mesh, modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Let the first replica's running statistics be those of all within; the replicas of a stage call it together.
+
+    Each has seen other samples. What they score together should be the one model that others would load.
+    """
+    buffers = [buffer for module in modules for buffer in module.buffers() if buffer.is_floating_point()]
+    if mesh.replicas is None or not buffers:
+        yield
+        return
+    own = [buffer.clone() for buffer in buffers]
+    for dtype in {buffer.dtype: None for buffer in buffers}:
+        alike = [buffer for buffer in buffers if buffer.dtype == dtype]
+        flat = torch.cat([buffer.reshape(-1) for buffer in alike])
+        with mesh.watch.waiting(mesh.replicas, "the first replica's buffers"):
+            dist.broadcast(flat, src=mesh.stage * mesh.num_replicas, group=mesh.replicas)
+        for buffer, part in zip(alike, torch.split(flat, [buffer.numel() for buffer in alike]), strict=True):
+            buffer.copy_(part.view_as(buffer))
+    try:
+        yield
+    finally:
+        for buffer, value in zip(buffers, own, strict=True):
+            buffer.copy_(value)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from mpc_dist.readout import Loss, count_labels, find_valid, read_loss
+from mpc_dist.readout import Loss, count_labels, find_classes, find_valid, read_loss, tells_valid
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,11 @@ class Score:
             return self
         total = float(read_loss(loss, prediction, labels)) * count
         correct = num_labels = 0
-        if not labels.is_floating_point():
+        classes = find_classes(loss, prediction, labels)
+        if classes is not None and tells_valid(loss):
             valid = find_valid(loss, labels)
             num_labels = int(valid.sum())
-            correct = int(((prediction.argmax(-1) == labels) & valid).sum())
+            correct = int(((prediction.argmax(classes) == labels) & valid).sum())
         return self + Score(total, count, correct, num_labels)
 
     def __add__(self, other: "Score") -> "Score":
@@ -47,5 +48,5 @@ class Score:
 
     @property
     def accuracy(self) -> float | None:
-        """The share of right classes; None for regression."""
+        """The share of right classes; None for regression, and where it is not known which labels count."""
         return self.num_correct / self.num_labels if self.num_labels else None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mpc_dist.gradient import run_block
-from mpc_dist.readout import Loss, read_loss
+from mpc_dist.readout import Loss, check_mean, read_loss
 from mpc_dist.runtime.engine import add_gradients, find_gradient
 from mpc_dist.runtime.guard import WIDEST_PROBE, Guard
 from mpc_dist.runtime.recompute import Recomputer
@@ -90,19 +90,18 @@ class Segment:
         """The blocks' output, with its graph if gradients are enabled; in a step, the guard looks at each state."""
         has_graph = state.requires_grad and torch.is_grad_enabled()
         for index, block in enumerate(self.blocks, start=self.first_block):
-            if self._recomputer is not None and torch.is_grad_enabled():
-                state = self._recomputer.run(block, state, index, microbatch)
-            else:
-                with self.scope(index, microbatch):
-                    state = run_block(block, state, index)
+            state = self._run_block(block, state, index, microbatch)
             if has_graph and not state.requires_grad:
-                raise ValueError(
-                    f"block {index} ({type(block).__name__}) gives a state that is cut off from its input (detached, "
-                    "or computed without gradients), so no block below it could learn; return the state as computed"
-                )
+                raise self._explain_cut_off(block, index)
             if is_guarded:
                 self.guard.see("activation", index, microbatch, state)
         return state
+
+    def _run_block(self, block: nn.Module, state: Tensor, index: int, microbatch: int) -> Tensor:
+        if self._recomputer is not None and torch.is_grad_enabled():
+            return self._recomputer.run(block, state, index, microbatch)
+        with self.scope(index, microbatch):
+            return run_block(block, state, index)
 
     def read(self, microbatch: int, state: Tensor, labels: Tensor, share: float) -> Reading:
         """Read the loss of the segment's output, and its gradients: the readout's own go to `.grad`.
@@ -110,6 +109,7 @@ class Segment:
         `share` is what the micro-batch weighs; 0 where it has no label that counts, and then nothing is read.
         """
         if not share:
+            self._read_nothing(microbatch, state)
             return Reading(torch.zeros((), device=state.device), torch.zeros_like(state))
         leaf = state.detach().requires_grad_()
         loss = self.loss_of(microbatch, leaf, labels)
@@ -122,6 +122,16 @@ class Segment:
             raise self._explain_unread()
         return Reading(loss.detach(), leaf.grad)
 
+    def _read_nothing(self, microbatch: int, state: Tensor) -> None:
+        """Leave what a reading leaves whose loss is 0: zero gradients, and statistics that have moved."""
+        assert self.readout is not None
+        for parameter in self._readout_parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        if next(self.readout.buffers(), None) is not None:
+            with torch.no_grad():
+                self.predict(microbatch, state)
+
     def loss_of(self, microbatch: int, state: Tensor, labels: Tensor) -> Tensor:
         """The loss that the readout makes of the segment's output."""
         loss = read_loss(self.loss, self.predict(microbatch, state), labels)
@@ -131,15 +141,29 @@ class Segment:
 
     def check(self, state: Tensor, labels: Tensor | None) -> Tensor:
         """Raise if the blocks or the readout cannot be trained on a micro-batch like this; else the blocks' output."""
-        output = self.run_blocks(0, state.detach().requires_grad_(state.is_floating_point())).detach()
+        output = state
+        for index, block in enumerate(self.blocks, start=self.first_block):
+            leaf = output.detach().requires_grad_(output.is_floating_point())
+            output = self._run_block(block, leaf, index, 0)
+            # Nobody needs the adjoint of the data: there the first block's weights must be reached.
+            sources = [leaf] if index else [p for p in block.parameters() if p.requires_grad]
+            if sources and output is not leaf and not any(_depends_on(output, source) for source in sources):
+                raise self._explain_cut_off(block, index)
+        output = output.detach()
         if self.readout is not None and labels is not None:
             leaf = output.clone().requires_grad_()
-            if (
-                find_gradient(loss := self.loss_of(0, leaf, labels), torch.ones_like(loss), leaf, retain_graph=False)
-                is None
-            ):
+            prediction = self.predict(0, leaf)
+            loss = read_loss(self.loss, prediction, labels)
+            if not _depends_on(loss, leaf):
                 raise self._explain_unread()
+            check_mean(self.loss, prediction.detach(), labels)
         return output
+
+    def _explain_cut_off(self, block: nn.Module, index: int) -> ValueError:
+        return ValueError(
+            f"block {index} ({type(block).__name__}) gives a state that is cut off from its input (detached, or "
+            "computed without gradients), so no block below it could learn; return the state as computed"
+        )
 
     def _explain_unread(self) -> ValueError:
         return ValueError(
@@ -227,3 +251,10 @@ class Segment:
         flight.uses_left -= 1
         if flight.uses_left == 0:
             del self._in_flight[microbatch]
+
+
+def _depends_on(output: Tensor, source: Tensor) -> bool:
+    """Whether a gradient of the output reaches the source."""
+    if not output.requires_grad:
+        return False
+    return find_gradient(output, torch.ones_like(output), source, retain_graph=True) is not None

@@ -113,8 +113,9 @@ class Stage:
         if sharding is not None and self.optimizer is not None:
             self._reducer = self.zero = sharding(self.optimizer, self._as_module())
         work = Work(layout, schedule.num_microbatches, schedule.is_split)
-        scope = self._scope()
-        self.segments = {index: self._build_segment(index, work, loss, scope) for index in layout.segments[rank]}
+        self.scope = self._scope()
+        """In which each block and readout runs forward."""
+        self.segments = {index: self._build_segment(index, work, loss) for index in layout.segments[rank]}
         self.executor = Executor(
             schedule.programs[rank],
             self.segments,
@@ -188,7 +189,7 @@ class Stage:
 
         return enter
 
-    def _build_segment(self, index: int, work: Work, loss: Loss, scope: Scope) -> Segment:
+    def _build_segment(self, index: int, work: Work, loss: Loss) -> Segment:
         blocks = self.layout.blocks[index]
         is_read = index + 1 in self.layout.windows.readouts
         relays = sum(work.is_relayed(index, readout) for readout in self.layout.windows.readouts_crossing(index))
@@ -198,7 +199,7 @@ class Stage:
             self.readouts[blocks.stop] if is_read else None,
             loss,
             num_uses=relays + 1,
-            scope=scope,
+            scope=self.scope,
             is_checkpointed=self._options.checkpoint,
             guard=self.guard,
         )

@@ -117,7 +117,7 @@ class CheckpointSaver:
         try:
             size = self._write_together(step, tensors, progress)
         except Exception as error:
-            failure = error.text if isinstance(error, _SaveError) else describe_problem(error)
+            failure = str(error) if isinstance(error, _SaveError) else describe_problem(error)
             # What goes wrong while a rank writes is told to all; the group raises this one.
             is_peer_lost = self._group is not None and isinstance(error, RuntimeError)
             if self._rank == 0:
@@ -175,10 +175,6 @@ class CheckpointSaver:
 
 class _SaveError(Exception):
     """A save that failed on some rank, as all have been told."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.text = text
 
 
 @dataclass(frozen=True)

@@ -39,10 +39,11 @@ class Evaluation:
         )
         use = Use(inputs=self._pipeline.needs_inputs, labels=self._pipeline.needs_labels)
         total = {boundary: Score() for boundary in self._pipeline.stage.readouts}
-        for read in reader.read(TEST, selections, use):
-            part = read.to(self._config.torch_dtype)
-            scores = self._pipeline.evaluate(part.inputs, part.labels, num_samples=part.num_samples)
-            total = {boundary: total[boundary] + score for boundary, score in scores.items()}
+        with self._pipeline.with_saved_buffers():
+            for read in reader.read(TEST, selections, use):
+                part = read.to(self._config.torch_dtype)
+                scores = self._pipeline.evaluate(part.inputs, part.labels, num_samples=part.num_samples)
+                total = {boundary: total[boundary] + score for boundary, score in scores.items()}
         return self._sum_over_replicas(total)
 
     def _sum_over_replicas(self, scores: Mapping[int, Score]) -> dict[int, Score]:

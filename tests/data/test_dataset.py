@@ -9,6 +9,10 @@ import torch
 
 from mpc_dist.data import Batches, Split
 from mpc_dist.data.dataset import Indices, Noise, select_tests
+from mpc_dist.data.image_folder import FolderPictures
+from mpc_dist.data.images import ImageSplit
+from mpc_dist.data.pixels import PictureSettings, PictureSplit
+from mpc_dist.data.text import TokenSplit
 
 
 def numbered(count: int = 10) -> Split:
@@ -111,7 +115,7 @@ def test_a_state_of_another_batch_size_goes_on_after_the_samples_seen(steps, oth
     [
         ({"seed": 5}, "saved data state has seed 5 but this run 4; resume with the settings"),
         (
-            {"fingerprint": "another"},
+            {"fingerprint": "2-another"},
             r"samples of the data set are not those .* --checkpoints\.resume never",
         ),
         ({"batch_size": 0}, "batch size of the saved data state: 0 is out of range"),
@@ -171,10 +175,12 @@ def test_a_state_that_says_nothing_of_the_content_is_read():
     batches = Batches(numbered(), batch_size=3, seed=4)
     take(batches, 2)
     state = batches.state_dict()
-    del state["fingerprint"]
-    again = Batches(numbered(), batch_size=3, seed=4)
-    again.load_state_dict(state)
-    assert take(again, 3) == take(batches, 3)
+    expected = take(batches, 3)
+    # Those of before: none, and one that was made of a few samples only.
+    for before in ({}, {"fingerprint": "0123456789abcdef0123456789abcdef"}):
+        again = Batches(numbered(), batch_size=3, seed=4)
+        again.load_state_dict({name: value for name, value in state.items() if name != "fingerprint"} | before)
+        assert take(again, 3) == expected
 
 
 def test_other_samples_have_another_fingerprint_and_the_same_ones_the_same():
@@ -189,6 +195,61 @@ def test_other_samples_have_another_fingerprint_and_the_same_ones_the_same():
     ]
     assert prints[0] == prints[1]
     assert len(set(prints)) == 5
+
+
+@pytest.mark.parametrize("place", [0, 1, 2500, 4999])
+def test_a_single_sample_that_is_another_is_noticed(place):
+    rows, labels = np.arange(5000), np.zeros(5000, dtype=np.int64)
+    other, others = rows.copy(), labels.copy()
+    other[place] += 1
+    others[place] += 1
+    images = np.zeros((5000, 3, 2, 2), dtype=np.uint8)
+    brighter = images.copy()
+    brighter[place, 2, 1, 1] = 1
+    pairs = [
+        (TokenSplit(rows, 4), TokenSplit(other, 4)),
+        (TokenSplit(rows, 4), TokenSplit(rows, 5)),
+        (ImageSplit(images, labels), ImageSplit(brighter, labels)),
+        (ImageSplit(images, labels), ImageSplit(images, others)),
+        (RowSplit(rows), RowSplit(other)),
+    ]
+    for one, another in pairs:
+        assert one.fingerprint() != another.fingerprint()
+        assert one.fingerprint() == one.fingerprint()
+
+
+class RowSplit(Split):
+    """One that says nothing of how it is held."""
+
+    def __init__(self, rows: np.ndarray) -> None:
+        self._rows = rows
+
+    @property
+    def num_samples(self) -> int:
+        return len(self._rows)
+
+    def read_inputs(self, indices, _) -> torch.Tensor:
+        return torch.from_numpy(self._rows[indices])
+
+    def read_labels(self, indices) -> torch.Tensor:
+        return torch.zeros(len(indices))
+
+
+def test_pictures_are_told_by_all_their_names_and_classes(tmp_path):
+    names = [f"{index}.png" for index in range(2000)]
+    for name in names:
+        (tmp_path / name).write_bytes(b"no picture, but nothing is decoded")
+    labels = np.zeros(2000, dtype=np.int64)
+
+    def fingerprint(names: list[str], labels: np.ndarray) -> str:
+        return PictureSplit(FolderPictures(str(tmp_path), names), labels, PictureSettings()).fingerprint()
+
+    (tmp_path / "other.png").write_bytes(b"no picture, but nothing is decoded")
+    whole = fingerprint(names, labels)
+    for place in (0, 999, 1999):
+        assert fingerprint([*names[:place], "other.png", *names[place + 1 :]], labels) != whole
+        assert fingerprint(names, np.eye(2000, dtype=np.int64)[place]) != whole
+    assert fingerprint(list(names), labels.copy()) == whole
 
 
 @pytest.mark.parametrize(("count", "replicas"), [(10, 1), (10, 2), (7, 3), (1, 2)])

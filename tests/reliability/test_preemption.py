@@ -102,6 +102,31 @@ def test_if_a_rank_does_not_answer_the_others_end_in_time_and_say_which(tmp_path
     assert step_of(kept[-1]) == attempt.last_checkpoint
 
 
+@pytest.mark.parametrize(
+    ("launch", "signalled"),
+    [(Launch(restarts_left=1), True), (Launch(), False), (Launch(1, 2, 1, restarts_left=1), False)],
+)
+def test_a_launcher_that_would_start_the_job_again_is_told_to_end_by_one_rank_of_its_host(
+    launch, signalled, monkeypatch
+):
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(preemption.os, "kill", lambda *given: sent.append(given))
+    monkeypatch.setattr(preemption, "LAUNCHER_SECONDS", 0.01)
+    Preemption(launch, after=4, grace=30, store=HashStore()).leave()
+    assert sent == ([(os.getppid(), signal.SIGTERM)] if signalled else [])
+
+
+def test_a_step_that_was_promised_is_begun_without_waiting():
+    asked = Preemption(Launch(), after=4, grace=0.1)
+    asked._promise = 5
+    assert asked.begin(5)
+    with pytest.raises(PeerError, match="got no answer"):
+        asked.begin(6)
+    asked._stop = 6
+    assert asked.begin(6)
+    assert not asked.begin(7)
+
+
 def test_a_rank_that_rank_0_does_not_answer_says_so(monkeypatch):
     monkeypatch.setattr(preemption, "ANSWER_SECONDS", 0.2)
     store = HashStore()

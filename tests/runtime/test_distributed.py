@@ -1,5 +1,6 @@
 """Real gloo ranks equal the sequential reference, and never wait for ever."""
 
+import copy
 import os
 import signal
 import time
@@ -105,6 +106,7 @@ def train_cases(rank: int, partition: tuple[int, ...], num_replicas: int) -> lis
             pipeline.step(*step[pipeline.mesh.replica])
         pipeline.close()
         assert not pipeline.stage.executor.left_over()
+        assert 0 <= pipeline.seconds_waiting < 120  # no more than it took
         assert not any(channel.sent for channel in pipeline._transport._channels.values())  # all has been taken
         results.append({key: value.detach().clone() for key, value in pipeline.named_parameters().items()})
     return results
@@ -226,6 +228,23 @@ def wait_no_longer(rank: int) -> list[float]:
 
 def test_a_timeout_that_changes_holds_for_every_group():
     assert run_local_ranks(wait_no_longer, 4) == [[7.0] * 6] * 4
+
+
+def share_copies(rank: int) -> int:
+    """How many heads this rank's readouts read through, each of which was built with a copy of its own."""
+    chain, inputs, labels = build_dense_chain([3] * (T + 1))
+    head = chain.readouts[str(T)]
+    for s in range(1, T):
+        chain.readouts[str(s)] = Shared(copy.deepcopy(head))
+    pipeline = connect(rank, (3, 3), sliding(T, 1), chain, optimizer=adamw)
+    pipeline.step(inputs, labels)
+    pipeline.close()
+    readouts = pipeline._readouts.values()
+    return len({id(one.head if isinstance(one, Shared) else one) for one in readouts})
+
+
+def test_all_readouts_of_a_rank_read_through_one_copy_of_the_shared_head():
+    assert run_local_ranks(share_copies, 2) == [1, 1]
 
 
 def wait_for_the_head(rank: int) -> tuple[int, ...]:

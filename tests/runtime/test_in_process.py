@@ -2,6 +2,8 @@
 
 import copy
 import math
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +14,12 @@ from torch import nn
 from mpc_dist.gradient import mpc_gradients
 from mpc_dist.models import GPT, Chain, build_chain
 from mpc_dist.readout import mean_squared_error
+from mpc_dist.runtime import build_pipeline
+from mpc_dist.runtime.executor import Executor, StepRecord
 from mpc_dist.runtime.guard import Finding
 from mpc_dist.runtime.in_process import InProcessPipeline
+from mpc_dist.runtime.loss_scale import LossScale
+from mpc_dist.runtime.split import run_input_half
 from mpc_dist.runtime.stage import StageOptions
 from mpc_dist.schedule import build_schedule, lay_out, split_evenly
 from mpc_dist.windows import Windows, backprop, cumulative, expand, loco, sliding, tumbling
@@ -295,3 +301,90 @@ def test_a_number_that_is_not_finite_is_told_as_received_where_it_did_not_begin(
     first, second = pipeline.step(inputs, labels)
     assert first.finding == Finding("activation", 0, 0, is_received=False)
     assert second.finding == Finding("activation", 1, 0, is_received=True)
+
+
+def test_the_input_half_leaves_all_weight_gradients_to_the_weight_half():
+    chain, inputs, _ = build_dense_chain([3, 4, 5])
+    source = inputs.detach().requires_grad_()
+    parameters = list(chain.blocks.parameters())
+    output = chain.blocks[1](chain.blocks[0](source))
+    below, half = run_input_half(output, torch.ones_like(output), source, parameters)
+    assert all(parameter.grad is None for parameter in parameters)
+    half.run()
+    expected = torch.autograd.grad(chain.blocks[1](chain.blocks[0](source)).sum(), [source, *parameters])
+    for found, wanted in zip([below, *(parameter.grad for parameter in parameters)], expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=ROUNDING, atol=ROUNDING)
+
+
+class Spare(nn.Module):
+    """Has a weight that it does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.spare = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, state: torch.Tensor) -> torch.Tensor:
+        return self.used(state)
+
+
+def test_a_scaled_loss_leaves_weights_alone_that_have_no_gradient():
+    chain = Chain([Spare()], mean_squared_error)
+    before = copy.deepcopy(chain)
+    options = {"optimizer": partial(torch.optim.SGD, lr=0.1), "loss_scale": LossScale(8.0)}
+    inputs, labels = torch.randn(2, 4, 3)
+    build(chain, backprop(1), (1,), 2, split=False, **options).step(inputs, labels)
+    mean_squared_error(before.blocks[0](inputs), labels).backward()
+    torch.optim.SGD(before.parameters(), lr=0.1).step()
+    for parameter, wanted in zip(chain.parameters(), before.parameters(), strict=True):
+        torch.testing.assert_close(parameter, wanted, rtol=ROUNDING, atol=ROUNDING)
+
+
+def test_what_a_rank_holds_counts_weights_gradients_and_buffers():
+    block = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    pipeline = build_pipeline([block], mean_squared_error, horizon=backprop(1), optimizer=KeepGradients)
+    pipeline.connect(*torch.randn(2, 4, 3))
+    weights = sum(p.nbytes for p in block.parameters())
+    assert pipeline.fixed_bytes == 2 * weights + sum(buffer.nbytes for buffer in block.buffers())
+
+
+def test_only_what_the_last_backward_adds_to_is_waited_for_by_the_replicas():
+    """A readout's gradient is complete before: it may travel while blocks are still at work."""
+    chain, inputs, labels = build_dense_chain([3, 4, 5])
+    pipeline = build(chain, sliding(2, 1), (2,), 2, split=False)
+    (stage,) = pipeline.stages
+    announced: list[tuple[list, list]] = []
+
+    class Reducer:
+        def expect(self, parameters, coming):
+            announced.append((list(parameters), list(coming)))
+
+        def start(self, parameters): ...
+
+        def finish(self):
+            return []
+
+    stage._reducer = Reducer()
+    pipeline.step(inputs, labels)
+    names = {id(p): name for name, p in chain.named_parameters()}
+    found = {tuple(names[id(p)].split(".")[0] for p in part) for both in announced for part in both}
+    assert found == {("blocks",) * 4 + ("readouts",) * 2, ("blocks",) * 4}
+    for parameters, coming in announced:
+        assert [names[id(p)] for p in parameters[:4]] == [names[id(p)] for p in coming]
+
+
+@pytest.mark.parametrize(("held", "number"), [([{0, 1}], 2), ([{0}, {1, 2}], 3), ([set(), {0}, {0, 1}], 2)])
+def test_a_micro_batch_in_several_segments_of_a_rank_counts_once(held, number):
+    executor = Executor.__new__(Executor)
+    executor._segments = {index: SimpleNamespace(in_flight=own) for index, own in enumerate(held)}
+    executor._record = StepRecord()
+    executor._count_in_flight()
+    assert executor._record.most_in_flight == number
+
+
+def test_what_a_rank_is_doing_is_said():
+    pipeline = build_pipeline([nn.Linear(3, 3)], mean_squared_error, horizon=backprop(1), optimizer=KeepGradients)
+    assert pipeline.mesh.watch.phase == "start-up"
+    pipeline.step(*torch.randn(2, 4, 3))
+    assert pipeline.mesh.watch.phase == "training"
+    pipeline.change_windows(backprop(1))
+    assert pipeline.mesh.watch.phase == "change of windows"

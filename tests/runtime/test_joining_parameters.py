@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from mpc_dist.readout import mean_squared_error
 from mpc_dist.runtime import Pipeline, build_pipeline
-from mpc_dist.windows import backprop, forward_forward, tumbling
+from mpc_dist.windows import Windows, backprop, forward_forward, tumbling
 from tests.examples import build_dense_chain
 from tests.runtime.reference import reference_gradients
 
@@ -99,18 +99,124 @@ def test_a_saved_state_has_the_optimizer_state_of_readouts_out_of_use_and_is_res
     for key, parameter in other.named_parameters():
         assert torch.equal(parameter, expected[key]), key
 
+    # In a new process, which has never used those readouts: they are kept, too, and saved again.
+    anew, last, _, _ = build(backprop(T))
+    anew.connect(inputs, labels)
+    assert anew.restore_state(Kept(saved), step=5) == []
+    for key, value in anew.collect_state().items():
+        assert torch.equal(value, saved[key]) or key.startswith("random."), key
+    assert anew.collect_state().keys() == saved.keys()
+    train(anew, inputs, labels, forward_forward(T), 3)
+    for key, parameter in last.named_parameters():
+        assert torch.equal(parameter, expected[key]), key
 
-def test_a_group_that_the_optimizer_does_not_have_is_refused():
-    def by_width(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        groups = [[p for p in parameters if len(p) == width] for width in (3, 4, 5)]
-        return torch.optim.SGD([{"params": group} for group in groups if group], lr=0.1)
 
+def decaying_but_vectors(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Vectors first, and no group without parameters."""
+    vectors, others = ([p for p in parameters if (p.ndim == 1) == is_vector] for is_vector in (True, False))
+    groups = [{"params": vectors, "weight_decay": 0.0, "lr": 0.2}, {"params": others, "weight_decay": 0.5}]
+    return torch.optim.SGD([group for group in groups if group["params"]], lr=0.1)
+
+
+def build_by_settings(optimizer, first: Windows | None = None) -> tuple[Pipeline, dict[int, nn.Module]]:
+    """Two blocks and a last readout without biases, which an interior readout has."""
     torch.manual_seed(0)
-    blocks = [nn.Linear(3, 3), nn.Linear(3, 3)]
-    head = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3))
+    blocks = [nn.Linear(3, 3, bias=False) for _ in range(2)]
+    readouts = {1: nn.Linear(3, 3), 2: nn.Linear(3, 3, bias=False)}
     pipeline = build_pipeline(
-        blocks, mean_squared_error, horizon=backprop(2), optimizer=by_width, readouts={1: head, 2: nn.Linear(3, 3)}
+        blocks, mean_squared_error, horizon=first or backprop(2), optimizer=optimizer, readouts=readouts
     )
     pipeline.step(torch.randn(2, 3), torch.randn(2, 3))
-    with pytest.raises(ValueError, match="belong to a group that the optimizer does not have"):
+    return pipeline, readouts
+
+
+def group_with(pipeline: Pipeline, parameter: nn.Parameter) -> dict[str, object]:
+    groups = pipeline.stage.optimizer.param_groups
+    (found,) = [group for group in groups if any(p is parameter for p in group["params"])]
+    return found
+
+
+def test_a_group_that_the_first_windows_did_not_need_joins_with_its_own_settings_and_the_rate_of_now():
+    pipeline, readouts = build_by_settings(decaying_but_vectors)
+    (group,) = pipeline.stage.optimizer.param_groups
+    group["lr"] /= 4  # by hand, as a loop of one's own may
+    pipeline.change_windows(forward_forward(2))
+    first, second = pipeline.stage.optimizer.param_groups
+    assert first is group
+    assert (first["weight_decay"], first["lr"], len(first["params"])) == (0.5, 0.025, 4)
+    assert (second["weight_decay"], second["lr"], len(second["params"])) == (0.0, 0.05, 1)
+    assert group_with(pipeline, readouts[1].bias) is second
+    assert group_with(pipeline, readouts[1].weight) is first
+    pipeline.step(torch.randn(2, 3), torch.randn(2, 3))
+    pipeline.change_windows(backprop(2))
+    pipeline.change_windows(forward_forward(2))
+    assert [len(group["params"]) for group in pipeline.stage.optimizer.param_groups] == [4, 1]
+
+
+def test_a_group_of_new_parameters_is_the_one_with_the_same_settings_wherever_it_stands():
+    def heads_apart(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        """Biases in groups of their own length, first; those of 4 have other settings than those of 3."""
+        lengths = {3: 0.0, 4: 0.1, 5: 0.0}
+        biases = {n: [p for p in parameters if p.ndim == 1 and len(p) == n] for n in lengths}
+        groups = [{"params": own, "weight_decay": lengths[n]} for n, own in reversed(biases.items()) if own]
+        return torch.optim.SGD([*groups, {"params": [p for p in parameters if p.ndim > 1]}], lr=0.1, weight_decay=0.5)
+
+    torch.manual_seed(0)
+    blocks = [nn.Linear(3, 4), nn.Linear(4, 3)]
+    readouts = {1: nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3, bias=False)), 2: nn.Linear(3, 3)}
+    pipeline = build_pipeline(blocks, mean_squared_error, horizon=backprop(2), optimizer=heads_apart, readouts=readouts)
+    pipeline.step(torch.randn(2, 3), torch.randn(2, 3))
+    torch.optim.lr_scheduler.LambdaLR(pipeline.stage.optimizer, lambda _: 0.5)
+    pipeline.change_windows(forward_forward(2))
+    assert group_with(pipeline, readouts[1][0].bias) is group_with(pipeline, blocks[1].bias)
+    assert [len(group["params"]) for group in pipeline.stage.optimizer.param_groups] == [1, 3, 5]
+
+
+def test_a_new_group_that_a_schedule_would_not_move_is_refused():
+    pipeline, _ = build_by_settings(decaying_but_vectors)
+    torch.optim.lr_scheduler.LambdaLR(pipeline.stage.optimizer, lambda _: 0.5)
+    with pytest.raises(ValueError, match="made for its 1 groups would not move the rate of another; let the optimizer"):
+        pipeline.change_windows(forward_forward(2))
+
+
+def test_a_group_that_was_made_without_parameters_takes_those_that_belong_to_it_under_a_schedule_too():
+    def with_empty(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        vectors, others = ([p for p in parameters if (p.ndim == 1) == is_vector] for is_vector in (True, False))
+        return torch.optim.SGD(
+            [{"params": vectors, "weight_decay": 0.0}, {"params": others, "weight_decay": 0.5}], lr=0.1
+        )
+
+    pipeline, readouts = build_by_settings(with_empty)
+    schedule = torch.optim.lr_scheduler.StepLR(pipeline.stage.optimizer, step_size=1, gamma=0.5)
+    pipeline.step(torch.randn(2, 3), torch.randn(2, 3))
+    schedule.step()
+    pipeline.change_windows(forward_forward(2))
+    assert [len(group["params"]) for group in pipeline.stage.optimizer.param_groups] == [1, 4]
+    assert group_with(pipeline, readouts[1].bias)["weight_decay"] == 0
+    assert {group["lr"] for group in pipeline.stage.optimizer.param_groups} == {0.05}
+
+
+def test_a_new_group_is_refused_if_nobody_can_tell_its_rate():
+    def by_width(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        groups = [[p for p in parameters if p.shape == shape] for shape in ((3, 3), (2, 3), (3,))]
+        rates = (0.1, 0.2, 0.3)
+        return torch.optim.SGD([{"params": g, "lr": rate} for g, rate in zip(groups, rates, strict=True) if g])
+
+    torch.manual_seed(0)
+    blocks = [nn.Linear(3, 3, bias=False) for _ in range(2)]
+    readouts = {1: nn.Linear(3, 2), 2: nn.Linear(3, 2, bias=False)}
+    readouts[1].bias = nn.Parameter(torch.zeros(3))  # of a shape that no other has; it is never run
+    pipeline = build_pipeline(blocks, mean_squared_error, horizon=backprop(2), optimizer=by_width, readouts=readouts)
+    pipeline.step(torch.randn(2, 3), torch.randn(2, 2))
+    pipeline.stage.optimizer.param_groups[0]["lr"] /= 2
+    with pytest.raises(ValueError, match="have moved by different factors; let the optimizer"):
+        pipeline.change_windows(forward_forward(2))
+
+
+def test_parameters_that_several_groups_may_take_are_refused():
+    def one_each(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": [p]} for p in parameters], lr=0.1)
+
+    pipeline, _ = build_by_settings(one_each)
+    with pytest.raises(ValueError, match="does not have: 3 of its groups are like it; let the optimizer"):
         pipeline.change_windows(forward_forward(2))

@@ -83,3 +83,17 @@ def test_an_evaluation_that_fails_leaves_the_modes_too():
         with pytest.raises(ValueError, match="labels"):
             pipeline.evaluate(torch.randn(6, 4), torch.randn(6, 5))
     assert all(part.training for block in given for part in block.modules())
+
+
+def test_a_first_evaluation_says_how_the_size_of_messages_is_learnt():
+    blocks = [nn.Linear(3, 3), nn.Linear(3, 3)]
+    pipeline = build_pipeline(
+        blocks, mean_squared_error, horizon=backprop(2), optimizer=KeepGradients, num_microbatches=2
+    )
+    inputs, labels = torch.randn(2, 8, 3)
+    with pytest.raises(ValueError, match=r"5 samples are no 2 equal micro-batches.*call connect\(inputs, labels\)"):
+        pipeline.evaluate(inputs[:5], labels[:5])
+    pipeline.connect(inputs, labels)
+    score = pipeline.evaluate(inputs[:5], labels[:5])[2]
+    expected = mean_squared_error(blocks[1](blocks[0](inputs[:5])), labels[:5])
+    assert score.loss == pytest.approx(float(expected.detach()), rel=1e-6)

@@ -15,6 +15,19 @@ class Detaching(nn.Linear):
         return super().forward(state).detach()
 
 
+class Deaf(nn.Linear):
+    """Its output has a graph, of its weights alone."""
+
+    def forward(self, state: Tensor) -> Tensor:
+        return super().forward(state.detach())
+
+
+class Clamping(nn.Linear):
+    def forward(self, state: Tensor) -> Tensor:
+        self.weight.clamp_(-1, 1)
+        return super().forward(state)
+
+
 class Counting(nn.Linear):
     def forward(self, state: Tensor) -> Tensor:
         return super().forward(state).round().long()
@@ -41,6 +54,8 @@ CUT_OFF = r"block 1 \(Detaching\) gives a state that is cut off from its input .
     ("odd", "message"),
     [
         (Detaching(4, 4), CUT_OFF),
+        (Deaf(4, 4), CUT_OFF.replace("Detaching", "Deaf")),
+        (Clamping(4, 4), r"block 1 \(Clamping\) modifies its input in place, or a weight of its own; make that .*"),
         (
             Counting(4, 4),
             r"block 1 \(Counting\) gives states of type torch.int64, through which no adjoint can pass; .*",
@@ -48,7 +63,7 @@ CUT_OFF = r"block 1 \(Detaching\) gives a state that is cut off from its input .
         (Two(4, 4), r"block 1 \(Two\) returns a tuple; a block gives one tensor: .*"),
         (
             nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)),
-            r"block 1 \(Sequential\) modifies its input in place; make its first operation out of place",
+            r"block 1 \(Sequential\) modifies its input in place, or a weight of its own; make that .*",
         ),
     ],
 )
@@ -145,3 +160,18 @@ def test_a_batch_that_a_rank_needs_may_not_be_left_out():
     pipeline = build_pipeline([nn.Linear(4, 4)], mean_squared_error, horizon=1, optimizer=KeepGradients)
     with pytest.raises(ValueError, match="stage 0 needs a batch's labels, got None"):
         pipeline.step(torch.randn(2, 4), None)
+
+
+def test_the_first_block_may_keep_the_data_out_of_its_graph_but_not_its_weights():
+    """Nobody needs the adjoint of the data."""
+    inputs, labels = torch.randn(2, 4), torch.randn(2, 4)
+    for first, is_fine in ((Deaf(4, 4), True), (Detaching(4, 4), False)):
+        pipeline = build_pipeline(
+            [first, nn.Linear(4, 4)], mean_squared_error, horizon=backprop(2), optimizer=KeepGradients
+        )
+        if is_fine:
+            pipeline.step(inputs, labels)
+            assert first.weight.grad is not None
+        else:
+            with pytest.raises(ValueError, match=r"block 0 \(Detaching\) gives a state that is cut off"):
+                pipeline.step(inputs, labels)

@@ -1,6 +1,8 @@
 """Blocks that run again in backward: as if they had run once."""
 
 import copy
+from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +10,12 @@ from torch import nn
 
 from mpc_dist.models import Chain
 from mpc_dist.readout import mean_squared_error
+from mpc_dist.runtime import build_pipeline
 from mpc_dist.runtime.in_process import InProcessPipeline
+from mpc_dist.runtime.local import run_local_ranks
+from mpc_dist.runtime.mesh import Launch, build_mesh
+from mpc_dist.runtime.pipeline import Pipeline
+from mpc_dist.runtime.recompute import SMALL_BUFFER
 from mpc_dist.runtime.stage import StageOptions
 from mpc_dist.schedule import build_schedule, lay_out
 from mpc_dist.windows import backprop, cumulative, sliding, tumbling
@@ -81,3 +88,99 @@ def test_a_block_that_modifies_its_input_is_refused_in_one_line(place):
             recompute=True,
         )
     assert "\n" not in str(caught.value)
+
+
+def norms_without_bias(num_blocks: int) -> list[nn.Module]:
+    """Of zeros, such a layer makes zeros: the mean of a batch does not move what batch norm keeps of it."""
+    torch.manual_seed(1)
+    return [nn.Sequential(nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4), nn.ReLU()) for _ in range(num_blocks)]
+
+
+def train_norms(rank: int, num_ranks: int, recompute: bool) -> dict[str, torch.Tensor]:
+    torch.set_default_dtype(torch.float64)
+    blocks = norms_without_bias(4)
+    pipeline = Pipeline(
+        build_mesh(Launch(rank, num_ranks, rank), num_stages=num_ranks, timeout=timedelta(seconds=60)),
+        lay_out(backprop(4), [4 // num_ranks] * num_ranks),
+        build_block=blocks.__getitem__,
+        build_readout=lambda _: nn.Identity(),
+        loss=mean_squared_error,
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        num_microbatches=2,
+        options=StageOptions(checkpoint=recompute),
+    )
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(3):
+        pipeline.step(*torch.randn(2, 6, 4, generator=generator))
+    return {f"{name}.{key}": buffer for name, part in pipeline.modules.items() for key, buffer in part.named_buffers()}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_on_ranks_too_where_the_start_up_check_runs_on_zeros(num_ranks):
+    blocks = norms_without_bias(4)
+    generator = torch.Generator().manual_seed(5)
+    update = torch.optim.SGD([p for block in blocks for p in block.parameters()], lr=0.1)
+    for _ in range(3):  # by torch alone
+        update.zero_grad()
+        inputs, labels = torch.randn(2, 6, 4, generator=generator)
+        for part, wanted in zip(inputs.chunk(2), labels.chunk(2), strict=True):
+            state = part
+            for block in blocks:
+                state = block(state)
+            (mean_squared_error(state, wanted) / 2).backward()
+        update.step()
+    expected = {f"blocks.{t}.{key}": buffer for t, block in enumerate(blocks) for key, buffer in block.named_buffers()}
+    found = {}
+    for own in run_local_ranks(train_norms, num_ranks, num_ranks, True):
+        found |= own
+    assert set(found) == set(expected)
+    for name, wanted in expected.items():
+        torch.testing.assert_close(found[name], wanted, rtol=1e-10, atol=1e-10, msg=name)
+
+
+def test_statistics_that_begin_to_move_later_move_once_too():
+    blocks = norms_without_bias(2)
+    pipeline = build_pipeline(
+        blocks,
+        mean_squared_error,
+        horizon=backprop(2),
+        optimizer=KeepGradients,
+        num_microbatches=2,
+        options=StageOptions(checkpoint=True),
+    )
+    for is_training, seen in ((False, 0), (True, 2)):
+        for block in blocks:
+            block.train(is_training)
+        pipeline.step(*torch.randn(2, 6, 4))
+        assert [int(block[1].num_batches_tracked) for block in blocks] == [seen, seen]
+
+
+class Remembering(nn.Module):
+    """Adds up what it has seen in a large buffer, from the second micro-batch on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(SMALL_BUFFER + 1))
+        self.register_buffer("table", torch.ones(SMALL_BUFFER + 1))
+        self.is_on = False
+
+    def forward(self, state: torch.Tensor) -> torch.Tensor:
+        if self.is_on:
+            self.seen += 1
+        return self.linear(state) * self.table[0]
+
+
+def test_a_large_buffer_that_moves_is_noticed_and_one_that_does_not_is_not_copied():
+    block = Remembering()
+    options = StageOptions(checkpoint=True)
+    pipeline = build_pipeline(
+        [block], mean_squared_error, horizon=backprop(1), optimizer=KeepGradients, num_microbatches=2, options=options
+    )
+    pipeline.step(*torch.randn(2, 6, 4))
+    block.is_on = True
+    for step in (1, 2):
+        pipeline.step(*torch.randn(2, 6, 4))
+        assert block.seen[0] == 2 * step
+    (segment,) = pipeline.stage.segments.values()
+    assert segment._recomputer._still[0] == {"table"}

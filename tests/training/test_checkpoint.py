@@ -323,7 +323,12 @@ def test_one_step_that_is_left_is_trained_and_scored_once(tmp_path: Path, capsys
     lines = read_metrics(tmp_path, 0)
     scored = [(line["event"], line["step"]) for line in lines if line["event"] in ("step", "evaluation", "end")]
     assert scored == [(event, step) for step in (1, 2) for event in ("step", "evaluation", "end")]
-    assert "nothing left to train" not in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "nothing left to train" not in said
+    assert "could not be saved" not in said
+    # What a step holds is counted once.
+    counted = [line["step"] for line in lines if line["event"] == "step" and "live_bytes" in line]
+    assert counted == [1, 2]  # each was the first of its process
 
 
 def test_a_save_that_fails_stops_nothing_and_is_said(tmp_path: Path):

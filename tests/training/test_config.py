@@ -123,12 +123,20 @@ def test_what_is_wrong_with_a_file_is_said_in_one_line(tmp_path, text, message):
     assert "\n" not in str(caught.value)
 
 
+def test_the_shortest_timeout_is_a_second():
+    assert parse("--parallel.timeout", "1").parallel.timeout == 1
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
         (["--config", "nowhere.yaml"], "config file nowhere.yaml does not exist; the shipped ones are in configs/"),
         (["--model.name", "gtp"], "unknown model 'gtp'; did you mean 'gpt'?"),
         (["--model.widht", "3"], "unknown option '--model.widht'; did you mean '--model.width'?"),
+        (["--checkpoints.keep", "10000000000000"], r"checkpoints\.keep 10000000000000 is out of range"),
+        (["--parallel.timeout", "0.5"], r"parallel\.timeout 0\.5 is out of range; use 1 <= "),
+        (["--training.workers", "100000"], r"training\.workers 100000 is out of range"),
+        (["--training.folder", ""], r"training\.folder '' can be no path"),
         (["--model.width=x"], r'"model\.width".*Expected a int.*x'),
         (["--batch_size"], "batch_size"),
         (["--conf", "x.yaml"], "unknown option '--conf'; did you mean '--config'?"),

@@ -1,5 +1,6 @@
 """Scores of the test set: all that is asked for, the same for every layout, and as plain torch finds them."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -65,10 +66,11 @@ def sorted_pictures(folder: Path) -> list[tuple[Path, int]]:
     return [(path, label) for label, name in enumerate(("a", "b")) for path in sorted((folder / name).iterdir())]
 
 
-def scores_of(run: Path, num_ranks: int) -> list[list[dict[str, float]]]:
+def scores_of(run: Path, num_ranks: int, last: str = "3") -> list[list[dict[str, float]]]:
     """What each evaluation found at the last boundary, on every rank that reads it."""
     lines = [[line for line in read_metrics(run, rank) if line["event"] == "evaluation"] for rank in range(num_ranks)]
-    return [[line["scores"]["3"] for line in own] for own in lines if "3" in own[0]["scores"]]
+    found = [[line["scores"][last] for line in own if last in line["scores"]] for own in lines]
+    return [scores for scores in found if scores]
 
 
 def test_the_whole_test_set_is_scored_whatever_its_order(noise: Path, tmp_path: Path):
@@ -157,3 +159,27 @@ def test_how_much_is_scored(given: str, num_samples: int, scored: int):
 def test_what_is_no_number_of_batches_is_refused(given: str):
     with pytest.raises(ValueError, match=r"training\.eval_batches"):
         parse(["--training.eval_batches", given])
+
+
+def test_one_model_is_scored_though_replicas_have_seen_other_samples(tmp_path: Path):
+    """Batch norm keeps statistics of its own on each replica; the first one's are what a checkpoint stands for."""
+    arguments = words("--config configs/resnet_digits.yaml --model.blocks_per_group 1 --training.steps 3")
+    arguments += words("--training.log_every 1 --training.eval_every 2 --checkpoints.every 3 --dtype float64")
+    arguments += words("--data_parallel.degree 2 --parallel.stages 2 --batch_size 16")
+    last = str(train_locally(arguments, tmp_path).model.num_blocks)
+    (with_two,) = {json.dumps(scores[-1]) for scores in scores_of(tmp_path, 4, last)}
+    # The same folder with one replica: nothing is left to train, and the model is scored.
+    train_locally([*arguments, *words("--data_parallel.degree 1 --batch_size 32")], tmp_path)
+    with_one = scores_of(tmp_path, 2, last)[-1][-1]
+    assert json.loads(with_two)["accuracy"] == with_one["accuracy"]
+    assert json.loads(with_two)["loss"] == pytest.approx(with_one["loss"], rel=1e-9)
+    # Training does not depend on when it is scored.
+    seldom = tmp_path / "seldom"
+    train_locally([*arguments, *words("--training.eval_every 100")], seldom)
+    often, rare = (SavedCheckpoint(list_checkpoints(folder_of(run))[-1]) for run in (tmp_path, seldom))
+    names = [name for name in often.described if not name.startswith("random.")]
+    kept, expected = often.read_all(names), rare.read_all(names)
+    assert all(torch.equal(kept[name], expected[name]) for name in names)
+    # Each replica has its own statistics.
+    means = [name for name in names if name.endswith("running_mean") and name.startswith("buffers.0.")]
+    assert any(not torch.equal(kept[name], kept[name.replace("buffers.0.", "buffers.1.")]) for name in means)

@@ -191,6 +191,12 @@ def test_an_angle_file_must_be_one(tmp_path: Path, capsys, monkeypatch):
         assert "is no angle profile of mpc_dist" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.parametrize("given", [{"repeats": 0}, {"num_batches": 0}, {"processes": 0}, {"fake_tflops": 0.0}])
+def test_what_a_probe_cannot_do_is_refused(given):
+    with pytest.raises(ValueError, match="out of range"):
+        Probe(**given)
+
+
 def test_sizes_are_read():
     assert parse_bytes("24GiB") == 24 * 2**30
     assert parse_bytes("500 MB") == 5e8

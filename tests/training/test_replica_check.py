@@ -40,6 +40,7 @@ def test_replicas_that_agree_are_reported_so_once_for_each_check(tmp_path: Path)
     for rank in range(4):
         checks = [line for line in read_metrics(tmp_path, rank) if line["event"] == "replicas"]
         assert [(line["step"], line["agree"]) for line in checks] == [(2, True), (3, True), (4, True), (6, True)]
+        assert all(0 < line["seconds"] < 60 for line in checks)
 
 
 def test_checks_can_be_turned_off(tmp_path: Path):

@@ -41,6 +41,19 @@ def test_the_pace_is_that_of_the_last_steps_and_not_of_the_first(tmp_path: Path,
     assert read_metrics(tmp_path, 0)[-1]["busy_seconds"] == pytest.approx(sum(kept) / 2)
 
 
+def test_batches_are_read_ahead_by_the_workers_asked_for(tmp_path: Path, monkeypatch):
+    asked: list[int] = []
+
+    class Recorded(loop.Reader):
+        def __init__(self, splits, *, num_workers: int) -> None:
+            asked.append(num_workers)
+            super().__init__(splits, num_workers=num_workers)
+
+    monkeypatch.setattr(loop, "Reader", Recorded)
+    train_locally([*SMALL, "--training.steps", "1", "--training.workers", "2"], tmp_path)
+    assert asked == [2]
+
+
 def test_a_slowed_rank_is_named_at_the_end_of_a_run_and_in_its_report(tmp_path: Path):
     """Stages of 1, 1 and 4 blocks; a block of rank 1 takes 60 ms more in each of 3 micro-batches."""
     options = "--parallel.stages 3 --parallel.partition [1,1,4] --horizon 1 --training.steps 8 --checkpoints.every 0"

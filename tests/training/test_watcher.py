@@ -65,6 +65,13 @@ def test_half_a_report_is_none(tmp_path: Path):
     assert list(folder.read(2)) == [0]
 
 
+def test_a_headline_is_waited_for_as_long_as_patience_lasts(tmp_path: Path):
+    folder = IncidentFolder(tmp_path)
+    assert folder.read_headline(patience=0) is None
+    threading.Timer(0.3, folder.write_summary, ["culprit: rank 1\nmore"]).start()
+    assert folder.read_headline(patience=20) == "culprit: rank 1"
+
+
 def watch_nobody(tmp_path: Path, mesh: Mesh) -> watcher.Watcher:
     """The watcher of rank 0 of two, without the other rank and without its thread."""
     alone = watcher.Watcher(mesh, 0, 1, tmp_path, timeout=60.0)

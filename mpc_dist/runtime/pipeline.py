@@ -159,7 +159,8 @@ class Pipeline:
         if self._stage is None:
             return {}
         sent = self._transport.sent_bytes if self._transport is not None else 0
-        finding = self.guard.find()
+        # To read a number off a GPU waits for it: one that is stuck would silence the thread that should say so.
+        finding = self.guard.find() if self.mesh.device.type == "cpu" else None
         return {
             "step": self._stage.randomness.step + 1,
             **self._stage.executor.describe(),
@@ -392,7 +393,7 @@ class Pipeline:
         # After an error the neighbours may be gone: nothing to wait for.
         if kind is None:
             self.close()
-        leave()
+        leave(has_failed=kind is not None)
 
     def _prepare(self, inputs: Tensor | None, labels: Tensor | None, *, number: int | None = None) -> MicroBatches:
         """This rank's part of a batch, cut into micro-batches of a step, or into so many of a step's size."""

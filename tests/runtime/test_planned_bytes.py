@@ -84,4 +84,4 @@ def test_a_rank_holds_beside_activations_what_was_planned(windows: Windows, num_
 
 
 def test_the_plan_counts_as_many_messages_as_are_posted():
-    assert MESSAGES_HELD == GLOO.posted_ahead
+    assert GLOO.posted_ahead == MESSAGES_HELD

@@ -27,7 +27,7 @@ from mpc_dist.windows import Windows
 
 CosineOf = Callable[[Windows], float]
 MESSAGES_HELD = 2
-"""Receives that a rank posts ahead on each channel: `DistributedTransport.POSTED_AHEAD`."""
+"""Buffers that a rank holds for messages to come on each channel: as many as gloo posts ahead, more than NCCL."""
 SIMULATED_ACTIONS = 20_000
 """Of a horizon's schedule with more compute actions, the step time is estimated."""
 

@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store, _set_pg_timeout
+from torch.distributed.distributed_c10d import PrefixStore, Store, _abort_process_group, _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
 from mpc_dist.runtime.interface import find_interface, find_loopback
@@ -136,9 +136,7 @@ def build_mesh(
 ) -> Mesh:
     """Join the process group, if there is more than one process, and find this rank's place in it."""
     check_world(launch, num_stages=num_stages, num_replicas=num_replicas)
-    device = torch.device(device_type, launch.local_rank) if device_type == "cuda" else torch.device(device_type)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    device = use_device(launch, device_type)
     if launch.world_size == 1:
         return Mesh(0, 1, 0, 1, device, (0,))
     join(launch, device.type, timeout.total_seconds())
@@ -197,6 +195,20 @@ def _connect_neighbours(mesh: Mesh) -> None:
                 dist.send(word, dst=edge.peer, group=edge.upward)
 
 
+def use_device(launch: Launch, device_type: str) -> torch.device:
+    """This rank's device; on a GPU it becomes the current one, by which libraries move whatever they send."""
+    if device_type != "cuda":
+        return torch.device(device_type)
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        raise ValueError(
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 puts all work of a GPU into one queue, in which a message that is awaited "
+            "holds up what would send it: the ranks would hang; unset it"
+        )
+    device = torch.device(device_type, launch.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
 def connect_on_use() -> None:
     """Let groups that are made from now on connect two ranks when they first talk: gloo would connect all with all."""
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # the only way to tell it
@@ -204,6 +216,7 @@ def connect_on_use() -> None:
 
 def join(launch: Launch, device_type: str, timeout: float) -> None:
     """Join the process group, if there is more than one process and it has not been joined yet."""
+    use_device(launch, device_type)
     if launch.world_size > 1 and not dist.is_initialized():
         backend, limit = "nccl" if device_type == "cuda" else "gloo", timedelta(seconds=timeout)
         try:
@@ -239,7 +252,11 @@ def is_one_host(environment: Mapping[str, str]) -> bool:
     return here is not None and here == environment.get("WORLD_SIZE")
 
 
-def leave() -> None:
+def leave(*, has_failed: bool = False) -> None:
     """Leave the process group, if there is one."""
-    if dist.is_initialized():
+    if not dist.is_initialized():
+        return
+    if has_failed and dist.get_backend() == "nccl":
+        _abort_process_group()  # to leave in order would wait for kernels that wait for ranks that are gone
+    else:
         dist.destroy_process_group()

@@ -35,6 +35,7 @@ from mpc_dist.runtime.transport import (
     DistributedTransport,
     Transport,
     connect_in_memory,
+    manners_of,
 )
 from mpc_dist.runtime.zero import ZeroOptimizer, ZeroSettings, check_weights
 from mpc_dist.schedule import Costs, Layout, build_schedule, lay_out, validate
@@ -158,7 +159,8 @@ class Pipeline:
         if self._stage is None:
             return {}
         sent = self._transport.sent_bytes if self._transport is not None else 0
-        finding = self.guard.find()
+        # To read a number off a GPU waits for it: one that is stuck would silence the thread that should say so.
+        finding = self.guard.find() if self.mesh.device.type == "cpu" else None
         return {
             "step": self._stage.randomness.step + 1,
             **self._stage.executor.describe(),
@@ -393,7 +395,7 @@ class Pipeline:
         # After an error the neighbours may be gone: nothing to wait for.
         if kind is None:
             self.close()
-        leave()
+        leave(has_failed=kind is not None)
 
     def _prepare(self, inputs: Tensor | None, labels: Tensor | None, *, number: int | None = None) -> MicroBatches:
         """This rank's part of a batch, cut into micro-batches of a step, or into so many of a step's size."""
@@ -457,7 +459,11 @@ class Pipeline:
             ):
                 channels[direction, kind] = Channel(before.peer, group, sample.shape, sample.dtype, mesh.device)
         self._transport = DistributedTransport(
-            channels, rank=mesh.ranks_of_stages[mesh.stage], timeout=self._timeout, watch=mesh.watch
+            channels,
+            rank=mesh.ranks_of_stages[mesh.stage],
+            timeout=self._timeout,
+            watch=mesh.watch,
+            manners=manners_of(mesh.device),
         )
         stage = self._build_stage(self._transport)
         output = _check_stage(stage, sample, labels)

@@ -21,6 +21,8 @@ from mpc_dist.runtime.watch import Wait, Watch
 from mpc_dist.schedule.action import Action
 
 ACTIVATIONS, ADJOINTS = "activations", "adjoints"
+_USES_OF_FREE = 2
+"""How many hold the memory of a buffer that only its channel knows: the channel, and who asks."""
 
 
 class Transport(Protocol):
@@ -93,6 +95,27 @@ def _end_of(buffer: Tensor, mark: Mark) -> ctypes.c_int64 | ctypes.c_int32 | cty
 
 
 @dataclass(frozen=True)
+class Manners:
+    """How a backend wants to be asked for messages."""
+
+    posted_ahead: int
+    """Receives per channel that are posted before the program comes to them."""
+    host_waits: bool
+    """Whether this thread waits for a message; if not, what is computed from it does, on the device."""
+
+
+GLOO = Manners(posted_ahead=2, host_waits=True)
+NCCL = Manners(posted_ahead=0, host_waits=False)
+"""A receive that waits is a kernel that runs, and whatever waits for the whole device (a kernel to be loaded, memory to
+be freed) waits for it: so none is posted before its message is needed, when all that this depends on is under way."""
+
+
+def manners_of(device: torch.device) -> Manners:
+    """Those of the backend that a device's tensors travel by."""
+    return NCCL if device.type == "cuda" else GLOO
+
+
+@dataclass(frozen=True)
 class Message:
     """A tensor under way, kept alive until it has arrived."""
 
@@ -117,22 +140,41 @@ class Channel:
     sent: deque[Message] = field(default_factory=deque)
     is_used: bool = False
     """Whether a message was ever expected on it."""
+    buffers: list[Tensor] = field(default_factory=list)
+    """All that were made for receiving; as many as were ever in use at once."""
 
     def __post_init__(self) -> None:
         self.rank_in_group = dist.get_group_rank(self.group, self.peer)
         self.mark = _MARKS.get(self.dtype) if self.device.type == "cpu" and self.shape.numel() else None
 
+    def take_buffer(self) -> Tensor:
+        """One that nobody uses any more.
+
+        On a device, its last users are then enqueued, and whatever is received into it waits for them there.
+        """
+        for buffer in self.buffers:
+            if torch._C._storage_Use_Count(buffer.untyped_storage()._cdata) == _USES_OF_FREE:
+                return buffer.detach()  # another tensor on the same memory, which is in use as long as this one
+        self.buffers.append(torch.empty(self.shape, dtype=self.dtype, device=self.device))
+        return self.buffers[-1].detach()
+
 
 class DistributedTransport:
-    """Point-to-point messages of torch.distributed; sends are asynchronous, receives are posted ahead."""
+    """Point-to-point messages of torch.distributed; sends are asynchronous, receives as the backend wants them."""
 
-    POSTED_AHEAD = 2
     MOST_UNDER_WAY = 16
     """Sends per channel that may be unfinished: how far this rank can run ahead of a slower neighbour."""
 
     def __init__(
-        self, channels: dict[tuple[str, str], Channel], *, rank: int, timeout: timedelta, watch: Watch | None = None
+        self,
+        channels: dict[tuple[str, str], Channel],
+        *,
+        rank: int,
+        timeout: timedelta,
+        watch: Watch | None = None,
+        manners: Manners = GLOO,
     ) -> None:
+        self._manners = manners
         self._channels = channels
         """By (\"send\" or \"receive\", kind)."""
         self._rank = rank
@@ -156,10 +198,10 @@ class DistributedTransport:
         """Size of the buffers that wait for messages, on the channels that have had any."""
         used = [channel for (direction, _), channel in self._channels.items() if direction == "receive"]
         sizes = [channel.shape.numel() * channel.dtype.itemsize for channel in used if channel.is_used]
-        return self.POSTED_AHEAD * sum(sizes)
+        return max(1, self._manners.posted_ahead) * sum(sizes)
 
     def expect(self, receives: Iterable[Action]) -> None:
-        """Post the first receives of each channel."""
+        """Post the first receives of each channel, if any are posted ahead."""
         for action in receives:
             channel = self._channels["receive", kind_of(action)]
             channel.expected.append(action)
@@ -168,9 +210,11 @@ class DistributedTransport:
             if direction == "receive":
                 self._post(channel)
 
-    def _post(self, channel: Channel) -> None:
-        while channel.expected and len(channel.posted) < self.POSTED_AHEAD:
-            buffer = torch.empty(channel.shape, dtype=channel.dtype, device=channel.device)
+    def _post(self, channel: Channel, number: int | None = None) -> None:
+        """Post receives until so many wait."""
+        number = self._manners.posted_ahead if number is None else number
+        while channel.expected and len(channel.posted) < number:
+            buffer = channel.take_buffer()
             if channel.mark is not None:
                 _end_of(buffer, channel.mark).value = channel.mark.bits
             action = channel.expected.popleft()
@@ -184,6 +228,9 @@ class DistributedTransport:
                 f"rank {self._rank} would send {tuple(tensor.shape)} {tensor.dtype} at {action}, but rank "
                 f"{channel.peer} expects {tuple(channel.shape)} {channel.dtype}; every micro-batch must have one shape"
             )
+        # gloo never says that a send is complete before it is waited for.
+        while not self._manners.host_waits and channel.sent and channel.sent[0].work.is_completed():
+            channel.sent.popleft()
         while len(channel.sent) >= self.MOST_UNDER_WAY:
             self._finish_oldest_send(channel)
         tensor = tensor.contiguous()
@@ -196,9 +243,10 @@ class DistributedTransport:
     def receive(self, action: Action) -> Tensor:
         """Wait for the next message of the channel, at most the timeout, and check that it is whole."""
         channel = self._channels["receive", kind_of(action)]
+        self._post(channel, max(1, self._manners.posted_ahead))
         message = channel.posted.popleft()
         assert message.action == action, (message.action, action)
-        self._wait(message.work, action, channel, "receiving from")
+        self._wait(message.work, action, channel, "receiving from", by_host=self._manners.host_waits)
         if channel.mark is not None and _end_of(message.tensor, channel.mark).value == channel.mark.bits:
             raise PeerError(f"rank {self._rank} got a short message at {action} from rank {channel.peer}")
         self._post(channel)
@@ -212,12 +260,15 @@ class DistributedTransport:
 
     def _finish_oldest_send(self, channel: Channel) -> None:
         message = channel.sent.popleft()
-        self._wait(message.work, message.action, channel, "sending to")
+        self._wait(message.work, message.action, channel, "sending to", by_host=True)
 
-    def _wait(self, work: dist.Work, action: Action, channel: Channel, doing: str) -> None:
+    def _wait(self, work: dist.Work, action: Action, channel: Channel, doing: str, *, by_host: bool) -> None:
         self._watch.wait = wait = Wait((channel.peer,), f"{doing} rank {channel.peer} at {action}")
         try:
-            work.wait(self._timeout)
+            if by_host:
+                work.wait(self._timeout)
+            else:
+                work.wait()  # the device does, and goes on with what needs no message
         except RuntimeError as error:
             raise self._watch.give_up(wait, error, f"{wait.what} (micro-batch {action.microbatch})") from error
         self._watch.wait = None

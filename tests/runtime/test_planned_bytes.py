@@ -13,7 +13,7 @@ from mpc_dist.readout import Identity, mean_squared_error
 from mpc_dist.runtime import Pipeline
 from mpc_dist.runtime.local import run_local_ranks
 from mpc_dist.runtime.mesh import Launch, build_mesh
-from mpc_dist.runtime.transport import Channel, DistributedTransport
+from mpc_dist.runtime.transport import GLOO, Channel, DistributedTransport
 from mpc_dist.schedule import build_schedule, lay_out, simulate
 from mpc_dist.windows import Windows, backprop, sliding
 
@@ -84,4 +84,4 @@ def test_a_rank_holds_beside_activations_what_was_planned(windows: Windows, num_
 
 
 def test_the_plan_counts_as_many_messages_as_are_posted():
-    assert MESSAGES_HELD == DistributedTransport.POSTED_AHEAD
+    assert GLOO.posted_ahead == MESSAGES_HELD

@@ -397,6 +397,6 @@ def test_waiting_is_counted_for_the_neighbour_that_is_waited_for():
     transport = DistributedTransport({}, rank=0, timeout=timedelta(seconds=1))
     slow = SimpleNamespace(wait=lambda *_: time.sleep(0.05))
     for peer in (3, 3, 1):
-        transport._wait(slow, parse_action("RA1.0"), SimpleNamespace(peer=peer), "receiving from")
+        transport._wait(slow, parse_action("RA1.0"), SimpleNamespace(peer=peer), "receiving from", by_host=True)
     assert 0.05 < transport.waiting_for[1] < transport.waiting_for[3] < 30
     assert transport.seconds_waiting == sum(transport.waiting_for.values())

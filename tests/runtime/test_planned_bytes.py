@@ -38,8 +38,8 @@ def hold(rank: int, windows: Windows, num_replicas: int) -> tuple[int, int, int]
     posted: list[int] = [0]
     post = DistributedTransport._post
 
-    def watch(self: DistributedTransport, channel: Channel) -> None:
-        post(self, channel)
+    def watch(self: DistributedTransport, channel: Channel, number: int | None = None) -> None:
+        post(self, channel, number)
         receives = [one for (direction, _), one in self._channels.items() if direction == "receive"]
         posted.append(sum(message.tensor.nbytes for one in receives for message in one.posted))
 

@@ -95,7 +95,7 @@ def protected(launch: Launch, mesh: Mesh, folder: Path, store: TCPStore) -> Iter
 def bare() -> Iterator[None]:
     """Waits as the library has them; connections that are made inside do not check messages."""
 
-    def wait(_: object, work: dist.Work, *__: Any) -> None:
+    def wait(_: object, work: dist.Work, *__: Any, **___: Any) -> None:
         work.wait()
 
     with ExitStack() as stack:

@@ -8,9 +8,11 @@ from torch import nn
 from mpc_dist.gradient import mpc_gradients
 from mpc_dist.models import ResLinear, ResNetCifar, build_chain, build_parts
 from mpc_dist.readout import (
+    IGNORED,
     LinearHead,
     ReadoutConfig,
     Shared,
+    check_mean,
     cross_entropy,
     features,
     mean_squared_error,
@@ -160,3 +162,11 @@ def test_the_shape_of_a_head_is_refused_for_other_kinds_and_out_of_range():
 def test_a_readout_at_its_defaults_is_identified_as_before_heads_had_a_shape():
     assert ReadoutConfig().identify() == {"kind": "local"}
     assert ReadoutConfig(norm=False, depth=2).identify() == {"kind": "local", "norm": False, "depth": 2}
+
+
+def test_a_mean_over_unequal_halves_is_one_and_another_divisor_is_not():
+    prediction, labels = torch.randn(4, 3), torch.tensor([0, IGNORED, 2, 1])
+    check_mean(cross_entropy, prediction, labels)
+    check_mean(torch.nn.CrossEntropyLoss(weight=torch.tensor([0.1, 2.0, 5.0])), prediction, labels)
+    with pytest.raises(ValueError, match="not the mean over the labels"):
+        check_mean(lambda p, y: cross_entropy(p, y) * (y != IGNORED).sum() / len(y), prediction, labels)

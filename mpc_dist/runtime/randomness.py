@@ -6,7 +6,7 @@ schedule and number of ranks.
 
 import zlib
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -24,6 +24,9 @@ class Randomness:
     generators: tuple[torch.Generator, ...] = (torch.default_generator,)
     """Those that a forward may draw from: see `list_generators`."""
 
+    _begun: tuple[int, int, int] = field(default=(-1, -1, 0), repr=False)
+    """(step, micro-batch, the hash of all that they and what comes before them say)."""
+
     def begin(self, block: int, microbatch: int) -> AbstractContextManager[object]:
         """What is drawn from here on belongs to this block's forward; a readout has its boundary, negated.
 
@@ -31,7 +34,11 @@ class Randomness:
         functions draw. What the generator held is put back after the step, not after each block: the context that is
         returned does nothing.
         """
-        key = zlib.crc32(f"{self.seed} {self.replica} {self.step} {microbatch} {block}".encode())
+        step, last, hashed = self._begun
+        if step != self.step or last != microbatch:
+            hashed = zlib.crc32(f"{self.seed} {self.replica} {self.step} {microbatch} ".encode())
+            self._begun = self.step, microbatch, hashed
+        key = zlib.crc32(b"%d" % block, hashed)
         for generator in self.generators:
             generator.manual_seed(key)
         return _NOTHING

@@ -1,5 +1,6 @@
 """Starts gloo ranks on this machine, bounds their time, and re-raises what a rank raised."""
 
+import gc
 import io
 import multiprocessing
 import os
@@ -111,6 +112,7 @@ def _run_rank(
     arguments: tuple[Any, ...],
     results: Any,
 ) -> None:
+    gc.freeze()  # to collect what is shared with the process it was forked from would copy all of it
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": str(rank)}
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # loopback only
     torch.set_num_threads(1)

@@ -54,13 +54,16 @@ class _Validation:
         )  # receives to come, by (sender, receiver)
 
     def run(self) -> None:
+        # To and fro: activations go up the ranks and adjoints down, and a sweep takes them along.
+        order = list(enumerate(self.schedule.programs))
         moved = True
         while moved:
             moved = False
-            for rank, program in enumerate(self.schedule.programs):
+            for rank, program in order:
                 while self.ranks[rank].place < len(program) and self._step(rank, program[self.ranks[rank].place]):
                     self.ranks[rank].place += 1
                     moved = True
+            order.reverse()
         stuck = [rank for rank, program in enumerate(self.schedule.programs) if self.ranks[rank].place < len(program)]
         if stuck:
             waits = ", ".join(f"rank {r} at {self.schedule.programs[r][self.ranks[r].place]}" for r in stuck)

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 
-Output = Tensor | GradientEdge
+Place = Tensor | GradientEdge
 
 
 def add_gradients(
-    outputs: Sequence[Output], adjoints: Sequence[Tensor], sources: Sequence[Tensor], *, retain_graph: bool
+    outputs: Sequence[Place], adjoints: Sequence[Tensor], sources: Sequence[Tensor], *, retain_graph: bool
 ) -> None:
     """Add the gradients at the sources to their `.grad`; there must be at least one source."""
     _engine_run_backward(
@@ -27,10 +27,11 @@ def add_gradients(
     )
 
 
-def find_gradient(output: Tensor, adjoint: Tensor, source: Tensor, *, retain_graph: bool) -> Tensor | None:
-    """The gradient at the source, without touching any `.grad`; None where the output does not depend on it."""
-    gradient: Tensor | None
-    (gradient,) = _engine_run_backward(
-        (output,), (adjoint,), retain_graph, False, (source,), allow_unreachable=True, accumulate_grad=False
+def find_gradients(
+    output: Tensor, adjoint: Tensor, sources: Sequence[Place], *, retain_graph: bool
+) -> tuple[Tensor | None, ...]:
+    """The gradients at the sources, without touching any `.grad`; None where the output does not depend on one."""
+    found: tuple[Tensor | None, ...] = _engine_run_backward(
+        (output,), (adjoint,), retain_graph, False, tuple(sources), allow_unreachable=True, accumulate_grad=False
     )
-    return gradient
+    return found

@@ -201,6 +201,7 @@ class Stage:
             num_uses=relays + 1,
             scope=self.scope,
             is_checkpointed=self._options.checkpoint,
+            is_split=work.splits(index),
             guard=self.guard,
         )
 

@@ -16,12 +16,14 @@ from torch import nn
 from mpc_dist.gradient import mpc_gradients
 from mpc_dist.models import GPT, Chain, build_chain
 from mpc_dist.readout import mean_squared_error
+from mpc_dist.runtime import backward as ways
 from mpc_dist.runtime import build_pipeline
+from mpc_dist.runtime.backward import Graph, run_weight_halves
+from mpc_dist.runtime.branches import BranchFinder
 from mpc_dist.runtime.executor import Executor, StepRecord
 from mpc_dist.runtime.guard import Finding
 from mpc_dist.runtime.in_process import InProcessPipeline
 from mpc_dist.runtime.loss_scale import LossScale
-from mpc_dist.runtime.split import run_input_half
 from mpc_dist.runtime.stage import StageOptions
 from mpc_dist.runtime.transport import DistributedTransport
 from mpc_dist.schedule import build_schedule, lay_out, parse_action, split_evenly
@@ -311,9 +313,10 @@ def test_the_input_half_leaves_all_weight_gradients_to_the_weight_half():
     source = inputs.detach().requires_grad_()
     parameters = list(chain.blocks.parameters())
     output = chain.blocks[1](chain.blocks[0](source))
-    below, half = run_input_half(output, torch.ones_like(output), source, parameters)
+    graph = Graph(source, output, parameters, BranchFinder(parameters))
+    below, left = graph.run_input_half(torch.ones_like(output))
     assert all(parameter.grad is None for parameter in parameters)
-    half.run()
+    run_weight_halves([left])
     expected = torch.autograd.grad(chain.blocks[1](chain.blocks[0](source)).sum(), [source, *parameters])
     for found, wanted in zip([below, *(parameter.grad for parameter in parameters)], expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=ROUNDING, atol=ROUNDING)
@@ -400,3 +403,76 @@ def test_waiting_is_counted_for_the_neighbour_that_is_waited_for():
         transport._wait(slow, parse_action("RA1.0"), SimpleNamespace(peer=peer), "receiving from", by_host=True)
     assert 0.05 < transport.waiting_for[1] < transport.waiting_for[3] < 30
     assert transport.seconds_waiting == sum(transport.waiting_for.values())
+
+
+class Routed(nn.Module):
+    """Its way, and the weights that it uses, depend on the data; two of them lie side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ways = nn.ModuleList([nn.Linear(3, 3) for _ in range(3)])
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, state: torch.Tensor) -> torch.Tensor:
+        way = int(state.detach().sum() > 0)
+        left, right = (self.ways[way](state) * self.scale).chunk(2, dim=0)
+        return torch.cat([left, torch.tanh(self.ways[2](right))]) + self.ways[1 - way](state) * way
+
+
+def test_blocks_whose_way_depends_on_the_data_split_exactly():
+    torch.manual_seed(0)
+    chain = Chain([nn.Linear(3, 3), Routed(), Routed()], mean_squared_error)
+    inputs, labels = torch.randn(2, 24, 3)
+    inputs = inputs * torch.tensor([1.0, -3.0]).repeat_interleave(2).repeat(6)[:, None]
+    build(chain, sliding(3, 2), (1, 2), 6, split=True).step(inputs, labels)
+    assert_same(gradients_of(chain), reference_gradients(chain, inputs, labels, sliding(3, 2), 6), tolerance=ROUNDING)
+
+
+class Two(torch.autograd.Function):
+    """Two outputs, of which a gradient arrives at the second first."""
+
+    @staticmethod
+    def forward(ctx, state, weight):
+        ctx.save_for_backward(state, weight)
+        return state * weight, (state + weight).sin()
+
+    @staticmethod
+    def backward(ctx, first, second):
+        state, weight = ctx.saved_tensors
+        second = second * (state + weight).cos()
+        return first * weight + second, (first * state + second).sum(dim=0)
+
+
+class Both(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+
+    def forward(self, state: torch.Tensor) -> torch.Tensor:
+        left, right = Two.apply(state, self.weight)
+        return left + right
+
+
+def test_weights_of_an_operation_with_two_outputs_split_exactly():
+    torch.manual_seed(0)
+    chain = Chain([nn.Linear(3, 3), Both(), Both()], mean_squared_error)
+    inputs, labels = torch.randn(2, 4, 3)
+    build(chain, backprop(3), (1, 2), 2, split=True).step(inputs, labels)
+    assert_same(gradients_of(chain), reference_gradients(chain, inputs, labels, backprop(3), 2), tolerance=ROUNDING)
+
+
+def count_calls_of_the_engine(chain: Chain, **options) -> int:
+    """In a step with 2 micro-batches, of all weight halves."""
+    inputs, labels = draw_batch(TOKENS)
+    pipeline = build(chain, backprop(chain.num_blocks), (1, chain.num_blocks - 1), 2, split=True, **options)
+    calls = []
+    add = ways.add_gradients
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ways, "add_gradients", lambda *given, **more: calls.append(given) or add(*given, **more))
+        pipeline.step(inputs, labels)
+    return len(calls) - 2  # the first stage's whole backwards
+
+
+def test_a_weight_half_takes_as_many_calls_of_the_engine_whatever_the_number_of_blocks():
+    calls = {count_calls_of_the_engine(build_chain(GPT(num_blocks=n, width=8, num_heads=2), TOKENS)) for n in (2, 3, 6)}
+    assert calls == {2 * 6}  # a call for each of a block's norms and linear maps

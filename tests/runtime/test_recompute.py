@@ -184,3 +184,23 @@ def test_a_large_buffer_that_moves_is_noticed_and_one_that_does_not_is_not_copie
         assert block.seen[0] == 2 * step
     (segment,) = pipeline.stage.segments.values()
     assert segment._recomputer._still[0] == {"table"}
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("windows", [sliding(4, 1), tumbling(4, 2), backprop(4)])
+def test_a_block_runs_twice_for_each_micro_batch(windows, split):
+    """Forward and once more on the way back, though that be in two halves."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(4)]
+    runs = [0] * 4
+    for t, block in enumerate(blocks):
+
+        def count(*_: object, t: int = t) -> None:
+            runs[t] += 1
+
+        block[0].register_forward_pre_hook(count)
+    batch = torch.randn(2, 6, 4)
+    gradients_after_a_step(
+        Chain(blocks, mean_squared_error), windows, (1, 2, 1), 3, tuple(batch), split=split, recompute=True
+    )
+    assert runs == [2 * 3] * 4

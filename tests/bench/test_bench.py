@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mpc_dist.bench import actions
 from mpc_dist.bench.emulate import Pace, SleepingBlock
 from mpc_dist.bench.hosts import why_not
 from mpc_dist.bench.rows import Row
@@ -79,6 +80,15 @@ def test_the_compute_benchmark_compares_with_torch_and_one_process(tmp_path: Pat
         ("torch-1F1B", "backprop"),
         ("one-process", "backprop"),
     }
+
+
+def test_the_action_benchmark_times_every_action_and_what_torch_takes_of_it(monkeypatch):
+    monkeypatch.setattr(actions, "STEPS", 3)
+    ours, theirs = actions.time_actions(), actions.time_torch_alone()
+    assert set(ours) == set(actions.KINDS)
+    assert set(theirs) == set(actions.KINDS) - {"update"}
+    assert all(seconds > 0 for seconds in (*ours.values(), theirs["forward"], theirs["input_half"]))
+    assert theirs["weight_half"] == theirs["backward"] - theirs["input_half"]
 
 
 def test_the_memory_benchmark_counts_more_for_longer_horizons(tmp_path: Path):

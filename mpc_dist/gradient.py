@@ -132,19 +132,18 @@ def run_block(block: nn.Module, state: Tensor, index: int) -> Tensor:
             f"block {index} ({type(block).__name__}) modifies its input in place, or a weight of its own; make that "
             "operation out of place"
         ) from error
-    wrong = None
+    if version == state._version and isinstance(output, Tensor) and output.is_floating_point():
+        return output
     if version != state._version:
         wrong = "modifies its input in place; make its first operation out of place"
     elif not isinstance(output, Tensor):
         wrong = f"returns a {type(output).__name__}; a block gives one tensor: wrap it so that it does"
-    elif not output.is_floating_point():
+    else:
         wrong = (
             f"gives states of type {output.dtype}, through which no adjoint can pass; let it give real values, or put "
             "it and the next block into one"
         )
-    if wrong is not None:
-        raise ValueError(f"block {index} ({type(block).__name__}) {wrong}")
-    return output  # type: ignore[no-any-return]
+    raise ValueError(f"block {index} ({type(block).__name__}) {wrong}")
 
 
 def _read(model: Chain, boundary: int, state: Tensor, labels: Tensor) -> Tensor:

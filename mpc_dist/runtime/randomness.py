@@ -24,24 +24,36 @@ class Randomness:
     generators: tuple[torch.Generator, ...] = (torch.default_generator,)
     """Those that a forward may draw from: see `list_generators`."""
 
-    _begun: tuple[int, int, int] = field(default=(-1, -1, 0), repr=False)
-    """(step, micro-batch, the hash of all that they and what comes before them say)."""
+    _begun_step: int = field(default=-1, repr=False)
+    _begun_microbatch: int = field(default=-1, repr=False)
+    _seeds: "_Seeds" = field(default_factory=lambda: _Seeds(b""), repr=False)
 
     def begin(self, block: int, microbatch: int) -> AbstractContextManager[object]:
         """What is drawn from here on belongs to this block's forward; a readout has its boundary, negated.
 
-        Every block is seeded, whether or not it looks random: that takes a microsecond, and looking would miss what
+        Every block is seeded, whether or not it looks random: that takes two microseconds, and looking would miss what
         functions draw. What the generator held is put back after the step, not after each block: the context that is
         returned does nothing.
         """
-        step, last, hashed = self._begun
-        if step != self.step or last != microbatch:
-            hashed = zlib.crc32(f"{self.seed} {self.replica} {self.step} {microbatch} ".encode())
-            self._begun = self.step, microbatch, hashed
-        key = zlib.crc32(b"%d" % block, hashed)
+        if microbatch != self._begun_microbatch or self.step != self._begun_step:
+            self._begun_step, self._begun_microbatch = self.step, microbatch
+            self._seeds = _Seeds(f"{self.seed} {self.replica} {self.step} {microbatch} ".encode())
+        seed = self._seeds[block]
         for generator in self.generators:
-            generator.manual_seed(key)
+            generator.manual_seed(seed)
         return _NOTHING
+
+
+class _Seeds(dict[int, int]):
+    """A hash for each block, of what its micro-batch's blocks have in common, too."""
+
+    def __init__(self, common: bytes) -> None:
+        super().__init__()
+        self._hashed = zlib.crc32(common)
+
+    def __missing__(self, block: int) -> int:
+        seed = self[block] = zlib.crc32(b"%d" % block, self._hashed)
+        return seed
 
 
 def list_generators(device: torch.device) -> tuple[torch.Generator, ...]:

@@ -10,13 +10,14 @@ readout's own weights take dL(x(s)) / d(weights), unweighted. Parameters that do
 readouts at which no block aims, have no entry in the result.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from mpc_dist.models.chain import Chain
+from mpc_dist.precision import FULL, Precision
 from mpc_dist.readout import count_labels
 from mpc_dist.windows import Windows
 
@@ -24,17 +25,29 @@ Gradients = dict[str, Tensor]
 """The gradient of each parameter, by its name in `Chain.named_parameters()`."""
 
 
-def mpc_gradients(model: Chain, inputs: Tensor, labels: Tensor, windows: Windows) -> Gradients:
+def mpc_gradients(
+    model: Chain,
+    inputs: Tensor,
+    labels: Tensor,
+    windows: Windows,
+    *,
+    precision: Precision = FULL,
+    sent_at: Collection[int] = (),
+) -> Gradients:
     """Every parameter's gradient by the formula, plainly: one graph, and one differentiation per block.
 
-    This is the oracle: whatever else computes an MPC gradient is compared with it.
+    This is the oracle: whatever else computes an MPC gradient is compared with it. Blocks and readouts compute in the
+    precision; states are sent to another rank at the boundaries `sent_at`, which may round them and their adjoints.
     """
     model.check_windows(windows)
     state, losses = inputs, {}
     for boundary, block in enumerate(model.blocks, start=1):
-        state = run_block(block, state, boundary - 1)
+        with precision.scope(state.device):
+            state = run_block(block, state, boundary - 1)
         if boundary in windows.readouts:
-            losses[boundary] = _read(model, boundary, state, labels)
+            losses[boundary] = _read(model, boundary, state, labels, precision)
+        if boundary in sent_at:
+            state = precision.round(state)
 
     gradients: Gradients = {}
     for t, targets in enumerate(windows.targets):
@@ -46,32 +59,36 @@ def mpc_gradients(model: Chain, inputs: Tensor, labels: Tensor, windows: Windows
     return gradients
 
 
-def eager_mpc_gradients(model: Chain, inputs: Tensor, labels: Tensor, windows: Windows) -> Gradients:
+def eager_mpc_gradients(
+    model: Chain, inputs: Tensor, labels: Tensor, windows: Windows, *, precision: Precision = FULL
+) -> Gradients:
     """The same gradients by one forward sweep that holds only the blocks that a later readout still needs.
 
     At each readout its adjoint runs back to the lowest block that aims there; then the blocks that no later readout
     crosses are freed. For sliding windows at most h blocks are held, so memory is affine in h: M(h) = a*h + b.
     """
     gradients: Gradients = {}
-    for name, part in sweep(model, inputs, labels, windows):
+    for name, part in sweep(model, inputs, labels, windows, precision=precision):
         gradients[name] = gradients[name] + part if name in gradients else part
     return {name: gradients[name] for name, _ in model.named_parameters() if name in gradients}
 
 
-def sweep(model: Chain, inputs: Tensor, labels: Tensor, windows: Windows) -> Iterator[tuple[str, Tensor]]:
+def sweep(
+    model: Chain, inputs: Tensor, labels: Tensor, windows: Windows, *, precision: Precision = FULL
+) -> Iterator[tuple[str, Tensor]]:
     """The eager sweep as it goes: parts of parameters' gradients, to be summed by name."""
     model.check_windows(windows)
     held: dict[int, HeldBlock] = {}
     state = inputs
     for t, block in enumerate(model.blocks):
-        held[t] = HeldBlock.run(block, state, t)
+        held[t] = HeldBlock.run(block, state, t, precision)
         boundary, state = t + 1, held[t].output.detach()
         if boundary not in windows.readouts:
             continue
 
         own = list(_trainable(model.readouts[str(boundary)]))
         leaf = state.requires_grad_()
-        loss = _read(model, boundary, leaf, labels)
+        loss = _read(model, boundary, leaf, labels, precision)
         adjoint, *values = _grad(loss, [leaf, *(parameter for _, parameter in own)])
         yield from ((f"readouts.{boundary}.{name}", value) for (name, _), value in zip(own, values, strict=True))
         del loss, leaf, values
@@ -100,10 +117,11 @@ class HeldBlock:
     output: Tensor
 
     @classmethod
-    def run(cls, block: nn.Module, state: Tensor, index: int) -> "HeldBlock":
+    def run(cls, block: nn.Module, state: Tensor, index: int, precision: Precision = FULL) -> "HeldBlock":
         """Run block `index` on the state; adjoints can pass to it if it is real-valued (raw inputs may be tokens)."""
         leaf = state.detach().requires_grad_(state.is_floating_point())
-        return cls(block, leaf, run_block(block, leaf, index))
+        with precision.scope(state.device):
+            return cls(block, leaf, run_block(block, leaf, index))
 
     def pull_back(self, adjoint: Tensor, *, weights: bool, to_input: bool) -> tuple[Gradients, Tensor | None]:
         """The weight gradients and the adjoint at the input, each only if asked for; the graph is kept."""
@@ -146,11 +164,11 @@ def run_block(block: nn.Module, state: Tensor, index: int) -> Tensor:
     raise ValueError(f"block {index} ({type(block).__name__}) {wrong}")
 
 
-def _read(model: Chain, boundary: int, state: Tensor, labels: Tensor) -> Tensor:
+def _read(model: Chain, boundary: int, state: Tensor, labels: Tensor, precision: Precision) -> Tensor:
     """L(x(s)); 0 if no label counts, where a mean would not be a number."""
     if not count_labels(model.loss, labels):
         return model.predict(boundary, state).sum() * 0
-    return model.loss_at(boundary, state, labels)
+    return model.loss_at(boundary, state, labels, precision)
 
 
 def _differentiate(loss: Tensor, prefix: str, module: nn.Module) -> Gradients:

@@ -20,7 +20,7 @@ SMALL_GPT = "--model.num_blocks 3 --model.width 8 --data.context 8 --data.max_by
         ["--config", "configs/res_mlp.yaml"],
         ["--config", "configs/res_linear.yaml", "--readout.kind", "project"],
         ["--config", "configs/gpt_stdlib.yaml", *SMALL_GPT],
-        ["--config", "configs/resnet_digits.yaml", "--model.blocks_per_group", "1", "--dtype", "float64"],
+        ["--config", "configs/resnet_digits.yaml", "--model.blocks_per_group", "1", "--training.precision", "float64"],
     ],
     ids=["res_mlp", "res_linear", "gpt", "resnet"],
 )

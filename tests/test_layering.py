@@ -13,14 +13,14 @@ PACKAGE = ROOT / "mpc_dist"
 LAYERS = [
     {"validation", "document", "new_folder", "plain_value", "task", "windows", "schedule"},
     {"planner"},
-    {"readout", "models", "data", "gradient", "profile"},
+    {"precision", "readout", "models", "data", "gradient", "profile"},
     {"runtime"},
     {"training"},
     {"report", "commands", "cli", "bench", "study"},
 ]
 PURE = LAYERS[0]
 # Within the third layer too, imports have one direction.
-ORDER = ["data", "readout", "models", "gradient", "profile"]
+ORDER = ["precision", "data", "readout", "models", "gradient", "profile"]
 
 
 def part_of(path: Path) -> str:

@@ -41,7 +41,7 @@ def run(argv: Sequence[str]) -> None:
 def _measure(config: Config, console: Console) -> HorizonReport:
     data = config.data.load()
     batches = Batches(data.train, batch_size=config.batch_size, seed=config.seed)
-    chain = build_whole_chain(config, data.task)
+    chain, precision = build_whole_chain(config, data.task), config.training.build_precision()
 
     measured = [place(batch, config) for batch in islice(batches, config.angles.num_batches)]
     chosen = config.angles.horizons
@@ -51,8 +51,12 @@ def _measure(config: Config, console: Console) -> HorizonReport:
         angle_bar = progress.add_task("angles (blocks)", total=len(measured) * chain.num_blocks)
         memory_bar = progress.add_task("memory (horizons)", total=len(horizons))
         windows = [sliding(chain.num_blocks, horizon) for horizon in horizons]
-        profile = measure_angles(chain, measured, windows=windows, advance=lambda: progress.advance(angle_bar))
-        held = measure_memory(chain, *measured[0], horizons=horizons, advance=lambda: progress.advance(memory_bar))
+        profile = measure_angles(
+            chain, measured, windows=windows, precision=precision, advance=lambda: progress.advance(angle_bar)
+        )
+        held = measure_memory(
+            chain, *measured[0], horizons=horizons, precision=precision, advance=lambda: progress.advance(memory_bar)
+        )
     size = sum(parameter.numel() for parameter in chain.blocks.parameters())
     values = config.as_dict()
     return HorizonReport(

@@ -51,10 +51,10 @@ class Part:
     num_samples: int
 
     def to(self, dtype: torch.dtype) -> "Part":
-        """The same with real values in that precision."""
+        """The same with real values in that precision; labels in float32 at least, as losses are."""
         inputs, labels = (
-            value.to(dtype) if value is not None and value.is_floating_point() else value
-            for value in (self.inputs, self.labels)
+            value.to(kind) if value is not None and value.is_floating_point() else value
+            for value, kind in ((self.inputs, dtype), (self.labels, torch.promote_types(dtype, torch.float32)))
         )
         return Part(inputs, labels, self.num_samples)
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
+from mpc_dist.precision import FULL, Precision
 from mpc_dist.readout import Identity, Loss, check_loss, read_loss
 from mpc_dist.validation import check_whole
 from mpc_dist.windows import Windows
@@ -47,9 +48,14 @@ class Chain(nn.Module):
         prediction: Tensor = self.readouts[str(boundary)](state)
         return prediction
 
-    def loss_at(self, boundary: int, state: Tensor, labels: Tensor) -> Tensor:
-        """L(x(s)): the loss read from the state at that boundary; some label must count."""
-        return read_loss(self.loss, self.predict(boundary, state), labels)
+    def loss_at(self, boundary: int, state: Tensor, labels: Tensor, precision: Precision = FULL) -> Tensor:
+        """L(x(s)): the loss read from the state at that boundary; some label must count.
+
+        The readout computes in the precision; losses are never of less than float32.
+        """
+        with precision.scope(state.device):
+            prediction = self.predict(boundary, state)
+        return read_loss(self.loss, prediction, labels)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """The prediction at the last boundary."""

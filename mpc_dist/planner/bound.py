@@ -270,11 +270,11 @@ class _Base:
         update = np.array([one.update_seconds([t]) for t in range(len(blocks))])
         step = microbatches * (forward + input_grad + weight_grad) + update
         shares = [microbatches * i / s for i, s in zip(input_grad[1:], step[1:], strict=True) if s > 0]
-        sizes = [b.output_bytes for b in blocks]
-        held = [0.0, *sizes[:-1]] if checkpoint else [b.saved_bytes for b in blocks]
+        sizes = [b.message_bytes for b in blocks]
+        held = [0.0, *(b.output_bytes for b in blocks[:-1])] if checkpoint else [b.saved_bytes for b in blocks]
         weights = one.weight_bytes(range(len(blocks)), [len(blocks)])
         if has_replicas:
-            weights += bucket_bytes([b.parameter_bytes for b in blocks])
+            weights += bucket_bytes(one, [b.parameter_bytes for b in blocks])
         return cls(
             forward,
             input_grad,

@@ -28,11 +28,18 @@ class BlockCosts:
     shared_input_bytes: float
     """Of its input, that the block below holds too: held once more if the two are on different ranks."""
     output_bytes: float
-    """The message to the next stage."""
+    """Of the state that it gives."""
     parameter_bytes: float
     """Of trained weights."""
     fixed_bytes: float = 0.0
-    """Of weights and buffers that are not trained."""
+    """Of weights and buffers that are not trained, and of autocast's copies of those that are."""
+    message_share: float = 1.0
+    """Of the state's bytes, those that travel to the next stage: fewer if it travels in a narrower type."""
+
+    @property
+    def message_bytes(self) -> float:
+        """The message to the next stage."""
+        return self.output_bytes * self.message_share
 
 
 @dataclass(frozen=True)
@@ -46,7 +53,7 @@ class ReadoutCosts:
     parameter_bytes: float
     """Of a trained head."""
     fixed_bytes: float = 0.0
-    """Of weights and buffers that are not trained."""
+    """Of weights and buffers that are not trained, and of autocast's copies of those that are."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,8 @@ class Measurements:
     """Bytes of optimizer state per byte of trained weights."""
     source: str
     """How times and bytes were found."""
+    gradient_multiple: float = 1.0
+    """Bytes of a gradient per byte of its weight: 2 for weights of two bytes."""
 
     def __post_init__(self) -> None:
         check_whole("samples per micro-batch:", self.samples, minimum=1)
@@ -85,7 +94,7 @@ class Measurements:
     @property
     def bytes_per_weight_byte(self) -> float:
         """A trained weight, its gradient and its optimizer state."""
-        return 2.0 + self.optimizer_multiple
+        return 1.0 + self.gradient_multiple + self.optimizer_multiple
 
     def weight_bytes(self, blocks: Sequence[int], boundaries: Sequence[int]) -> float:
         """Weights, gradients and optimizer state of these blocks and readouts."""
@@ -110,7 +119,7 @@ class Measurements:
             forward.append(sum(block.forward for block in own) + (readout.seconds if readout else 0.0))
             input_grad.append(sum(block.input_grad for block in own) + again)
             weight_grad.append(sum(block.weight_grad for block in own))
-            message.append(own[-1].output_bytes)
+            message.append(own[-1].message_bytes)
             read.append(readout.saved_bytes if readout else 0.0)
             begins_rank = segment == layout.segments[layout.ranks[segment]].start
             if checkpoint:

@@ -194,13 +194,18 @@ class StagePricer:
         return self._at_end([readout.saved_bytes for readout in self.measurements.readouts])
 
     @cached_property
+    def _bytes_per_weight_byte(self) -> float:
+        one = self.measurements
+        return one.bytes_per_weight_byte + self.has_replicas * one.gradient_multiple
+
+    @cached_property
     def _head_bytes(self) -> Matrix:
-        factor = self.measurements.bytes_per_weight_byte + self.has_replicas
+        factor = self._bytes_per_weight_byte
         return self._at_end([r.parameter_bytes * factor + r.fixed_bytes for r in self.measurements.readouts])
 
     @cached_property
     def _weights(self) -> Matrix:
-        factor = self.measurements.bytes_per_weight_byte + self.has_replicas
+        factor = self._bytes_per_weight_byte
         return _accumulate([b.parameter_bytes * factor + b.fixed_bytes for b in self.measurements.blocks])
 
     @cached_property

@@ -316,9 +316,9 @@ class Planner:
         return sorted(candidates, key=lambda one: (one.shape.drifts, one.value, one.step_seconds, one.num_gpus))
 
 
-def bucket_bytes(parameter_bytes: Sequence[float]) -> float:
+def bucket_bytes(measurements: Measurements, parameter_bytes: Sequence[float]) -> float:
     """What a rank with replicas holds to average its gradients: every bucket keeps its buffer."""
-    return sum(parameter_bytes)
+    return sum(parameter_bytes) * measurements.gradient_multiple
 
 
 def predict_bytes(
@@ -332,9 +332,9 @@ def predict_bytes(
         # An activation enters from below, an adjoint from above.
         boundary_of = {Op.RECEIVE_ACTIVATION: blocks.start - 1, Op.RECEIVE_ADJOINT: blocks.stop - 1}
         received = {action.op for action in schedule.programs[rank]} & set(boundary_of)
-        messages = sum(measurements.blocks[boundary_of[op]].output_bytes for op in received)
+        messages = sum(measurements.blocks[boundary_of[op]].message_bytes for op in received)
         size = measurements.weight_bytes(blocks, read) + price.peak_bytes[rank] + MESSAGES_HELD * messages
         trained = [measurements.blocks[t].parameter_bytes for t in blocks]
         trained += [measurements.readouts[s - 1].parameter_bytes for s in read]
-        sizes.append(size + (bucket_bytes(trained) if has_replicas else 0.0))
+        sizes.append(size + (bucket_bytes(measurements, trained) if has_replicas else 0.0))
     return tuple(sizes)

@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from mpc_dist.document import read_json, write_whole
 from mpc_dist.gradient import HeldBlock
 from mpc_dist.models.chain import Chain
+from mpc_dist.precision import FULL, Precision
 from mpc_dist.profile.unchanged import unchanged
 from mpc_dist.windows import Windows, backprop, sliding
 
@@ -96,6 +98,7 @@ def measure_angles(
     batches: Iterable[tuple[Tensor, Tensor]],
     *,
     windows: Sequence[Windows] | None = None,
+    precision: Precision = FULL,
     advance: Callable[[], None] = lambda: None,
 ) -> AngleProfile:
     """Profile the gradients that these window maps need (default: all there are); the chain is left as it was.
@@ -107,15 +110,24 @@ def measure_angles(
     if missing:
         raise ValueError(f"these angles need readouts at boundaries {missing}, which the model lacks; build it so")
     grams = []
+
+    def loss_at(boundary: int, state: Tensor, labels: Tensor) -> Tensor:
+        return model.loss_at(boundary, state, labels, precision)
+
     with unchanged(model):
         for inputs, labels in batches:
-            probe = StageProbe(list(model.blocks), 0, model.loss_at, needed)
+            enter = partial(_enter, precision, inputs.device)
+            probe = StageProbe(list(model.blocks), 0, loss_at, needed, enter)
             probe.forward(inputs, labels)
             probe.backward({}, advance)
             grams.append(probe.grams())
     if not grams:
         raise ValueError("angles need at least 1 batch, got none")
     return AngleProfile(tuple(grams))
+
+
+def _enter(precision: Precision, device: torch.device, _block: int) -> AbstractContextManager[object]:
+    return precision.scope(device)
 
 
 def needed_readouts(num_blocks: int, windows: Sequence[Windows] | None) -> list[tuple[int, ...]]:

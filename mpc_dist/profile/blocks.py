@@ -7,7 +7,7 @@ fake tensors nothing is allocated and nothing runs: bytes are as exact, and time
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from mpc_dist.gradient import HeldBlock
 from mpc_dist.models.chain import Chain
 from mpc_dist.planner.measurements import BlockCosts, Measurements, ReadoutCosts
+from mpc_dist.precision import FULL, Precision, cast_bytes, gradient_bytes, sum_in_float32
 from mpc_dist.profile.memory import SavedBytes
 from mpc_dist.profile.unchanged import unchanged
 
@@ -51,6 +52,7 @@ def measure_blocks(
     labels: Tensor,
     optimizer: OptimizerFactory,
     *,
+    precision: Precision = FULL,
     repeats: int = 5,
     flops_per_second: float | None = None,
     advance: Callable[[], None] = lambda: None,
@@ -63,11 +65,13 @@ def measure_blocks(
     if is_fake and flops_per_second is None:
         raise ValueError("fake tensors do not run; say how many operations per second a GPU does")
     clock = _timer(inputs.device) if flops_per_second is None else _counter(flops_per_second)
-    with unchanged(chain):
-        saved, shared, read, states = _count_bytes(chain, inputs, labels)
+    trained = [parameter for parameter in chain.parameters() if parameter.requires_grad]
+    sum_in_float32(trained)
+    with unchanged(chain), precision.step_scope(inputs.device):
+        counted = _count_bytes(chain, inputs, labels, precision)
         # The first round warms up; counting needs one only.
         rounds = [
-            _time_round(chain, states, labels, clock, advance)
+            _time_round(chain, counted.states, labels, precision, clock, advance)
             for _ in range(repeats + 1 if flops_per_second is None else 1)
         ]
         timed = rounds[1:] or rounds
@@ -77,44 +81,78 @@ def measure_blocks(
     blocks, readouts = [], []
     for t, block in enumerate(chain.blocks):
         forward, reading, input_grad, whole = (statistics.median(one[t][kind] for one in timed) for kind in range(4))
-        trained, fixed = _weight_bytes(block)
-        size = states[t + 1].nbytes
-        weight_grad = max(0.0, whole - input_grad)
-        blocks.append(BlockCosts(forward, input_grad, weight_grad, saved[t], shared[t], size, trained, fixed))
-        readouts.append(ReadoutCosts(reading, read[t], *_weight_bytes(chain.readouts[str(t + 1)])))
+        size, fixed = _weight_bytes(block)
+        state = counted.states[t + 1]
+        blocks.append(
+            BlockCosts(
+                forward,
+                input_grad,
+                max(0.0, whole - input_grad),
+                counted.saved[t],
+                counted.shared[t],
+                state.nbytes,
+                size,
+                fixed + counted.cast[t],
+                precision.message_type(state.dtype).itemsize / state.itemsize,
+            )
+        )
+        size, fixed = _weight_bytes(chain.readouts[str(t + 1)])
+        readouts.append(ReadoutCosts(reading, counted.read[t], size, fixed + counted.cast_to_read[t]))
+    gradients = sum(map(gradient_bytes, trained)) / max(1, sum(parameter.nbytes for parameter in trained))
     how = "counted operations" if flops_per_second is not None else f"measured on {inputs.device.type}"
-    return Measurements(len(inputs), tuple(blocks), tuple(readouts), per_byte, multiple, how)
+    return Measurements(
+        len(inputs), tuple(blocks), tuple(readouts), per_byte, multiple, how, gradients if trained else 1.0
+    )
 
 
-def _count_bytes(chain: Chain, inputs: Tensor, labels: Tensor) -> tuple[list[int], list[int], list[int], list[Tensor]]:
-    """Per block: bytes saved beyond the block below's; bytes of its input that that one saves too; per readout: bytes.
+class _Counted(NamedTuple):
+    """Bytes of a micro-batch by block, and its states."""
 
-    And the states x(0)..x(T).
-    """
+    saved: list[int]
+    """Beyond what the block below saves."""
+    shared: list[int]
+    """Of its input, what the block below saves too."""
+    cast: list[int]
+    """Of autocast's copies of its weights."""
+    read: list[int]
+    """Saved while the loss at its end is read."""
+    cast_to_read: list[int]
+    """Of autocast's copies of that readout's weights."""
+    states: list[Tensor]
+    """x(0)..x(T)."""
+
+
+def _count_bytes(chain: Chain, inputs: Tensor, labels: Tensor, precision: Precision) -> _Counted:
     given = [*chain.parameters(), *chain.buffers(), inputs, labels]
-    states, saved, read, held = [inputs], [], [], []
+    found, held = _Counted([], [], [], [], [], [inputs]), []
     with SavedBytes(given) as count:
         for boundary, block in enumerate(chain.blocks, start=1):
             before = count.live
-            held.append(HeldBlock.run(block, states[-1], boundary - 1))
-            saved.append(count.live - before)
-            states.append(held[-1].output.detach())
+            held.append(HeldBlock.run(block, found.states[-1], boundary - 1, precision))
+            found.saved.append(count.live - before)
+            found.cast.append(cast_bytes(held[-1].output))
+            found.states.append(held[-1].output.detach())
             before = count.peak = count.live
-            loss = chain.loss_at(boundary, states[-1].detach().requires_grad_(), labels)
-            read.append(count.peak - before)
+            loss = chain.loss_at(boundary, found.states[-1].detach().requires_grad_(), labels, precision)
+            found.read.append(count.peak - before)
+            found.cast_to_read.append(cast_bytes(loss))
             del loss
     del held
-    shared = []
     for t, block in enumerate(chain.blocks):
         with SavedBytes(given) as alone:
-            one = HeldBlock.run(block, states[t], t)
-        shared.append(max(0, alone.live - saved[t]) if t else 0)
+            one = HeldBlock.run(block, found.states[t], t, precision)
+        found.shared.append(max(0, alone.live - found.saved[t]) if t else 0)
         del one
-    return saved, shared, read, states
+    return found
 
 
 def _time_round(
-    chain: Chain, states: list[Tensor], labels: Tensor, clock: Clock, advance: Callable[[], None]
+    chain: Chain,
+    states: list[Tensor],
+    labels: Tensor,
+    precision: Precision,
+    clock: Clock,
+    advance: Callable[[], None],
 ) -> list[tuple[float, float, float, float]]:
     """Per block: forward, reading its loss, input gradient, whole backward.
 
@@ -123,8 +161,8 @@ def _time_round(
     held: list[HeldBlock] = []
     forward, reading, input_grad, whole = [], [], [0.0] * chain.num_blocks, [0.0] * chain.num_blocks
     for t, block in enumerate(chain.blocks):
-        forward.append(clock(lambda t=t, block=block: held.append(HeldBlock.run(block, states[t], t))))  # type: ignore[misc]
-        reading.append(clock(lambda t=t: _read(chain, t + 1, states[t + 1], labels)))  # type: ignore[misc]
+        forward.append(clock(lambda t=t, block=block: held.append(HeldBlock.run(block, states[t], t, precision))))  # type: ignore[misc]
+        reading.append(clock(lambda t=t: _read(chain, t + 1, states[t + 1], labels, precision)))  # type: ignore[misc]
     adjoints = [torch.ones_like(one.output) for one in held]
     for t in reversed(range(1, chain.num_blocks)):
         one, adjoint = held[t], adjoints[t]
@@ -142,10 +180,10 @@ def _time_round(
     return list(zip(forward, reading, input_grad, whole, strict=True))
 
 
-def _read(chain: Chain, boundary: int, state: Tensor, labels: Tensor) -> None:
+def _read(chain: Chain, boundary: int, state: Tensor, labels: Tensor, precision: Precision) -> None:
     weights = [p for p in chain.readouts[str(boundary)].parameters() if p.requires_grad]
     leaf = state.detach().requires_grad_()
-    torch.autograd.backward(chain.loss_at(boundary, leaf, labels), inputs=[leaf, *weights])
+    torch.autograd.backward(chain.loss_at(boundary, leaf, labels, precision), inputs=[leaf, *weights])
 
 
 def _time_update(chain: Chain, factory: OptimizerFactory, clock: Clock, *, is_fake: bool) -> tuple[float, float]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mpc_dist.gradient import sweep
 from mpc_dist.models.chain import Chain
+from mpc_dist.precision import FULL, Precision, is_cast
 from mpc_dist.profile.unchanged import unchanged
 from mpc_dist.windows import Windows, sliding
 
@@ -24,6 +25,7 @@ from mpc_dist.windows import Windows, sliding
 class SavedBytes:
     """Counts the bytes that autograd holds for backward while active; each storage once, the `given` tensors' never.
 
+    Nor those of autocast's copies of trained weights, which are held until the step ends, whatever a graph does.
     Graphs made inside the context are counted until they are freed, also after the context has ended.
     """
 
@@ -39,7 +41,7 @@ class SavedBytes:
     def _pack(self, tensor: Tensor) -> "_Saved":
         saved = _Saved(tensor)
         storage = _storage_of(tensor)
-        if storage not in self._given:
+        if storage not in self._given and not is_cast(tensor):
             size = tensor.untyped_storage().nbytes()
             if self._holders[storage] == 0:
                 self.live += size
@@ -82,15 +84,15 @@ def _storage_of(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def peak_bytes(model: Chain, inputs: Tensor, labels: Tensor, windows: Windows) -> int:
+def peak_bytes(model: Chain, inputs: Tensor, labels: Tensor, windows: Windows, *, precision: Precision = FULL) -> int:
     """The most bytes that the eager sweep holds for backward at any time."""
     if inputs.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(inputs.device)
         before = torch.cuda.memory_allocated(inputs.device)
-        _sweep_away(model, inputs, labels, windows)
+        _sweep_away(model, inputs, labels, windows, precision)
         return torch.cuda.max_memory_allocated(inputs.device) - before
     with SavedBytes([*model.parameters(), *model.buffers(), inputs, labels]) as saved:
-        _sweep_away(model, inputs, labels, windows)
+        _sweep_away(model, inputs, labels, windows, precision)
     if saved.live:
         raise ValueError(
             f"{saved.live} bytes are still held after the sweep: a block keeps activations of its own; let it drop them"
@@ -98,10 +100,11 @@ def peak_bytes(model: Chain, inputs: Tensor, labels: Tensor, windows: Windows) -
     return saved.peak
 
 
-def _sweep_away(model: Chain, inputs: Tensor, labels: Tensor, windows: Windows) -> None:
+def _sweep_away(model: Chain, inputs: Tensor, labels: Tensor, windows: Windows, precision: Precision) -> None:
     """Run the eager sweep and drop the gradients as they come."""
-    for _ in sweep(model, inputs, labels, windows):
-        pass
+    with precision.step_scope(inputs.device):
+        for _ in sweep(model, inputs, labels, windows, precision=precision):
+            pass
 
 
 def measure_memory(
@@ -110,13 +113,15 @@ def measure_memory(
     labels: Tensor,
     *,
     horizons: Sequence[int],
+    precision: Precision = FULL,
     advance: Callable[[], None] = lambda: None,
 ) -> dict[int, int]:
     """M(h) in bytes for the paper's sliding windows; `advance` is called after each horizon, for a progress bar."""
     measured = {}
     with unchanged(model):
         for horizon in horizons:
-            measured[horizon] = peak_bytes(model, inputs, labels, sliding(model.num_blocks, horizon))
+            windows = sliding(model.num_blocks, horizon)
+            measured[horizon] = peak_bytes(model, inputs, labels, windows, precision=precision)
             advance()
     return measured
 

@@ -34,7 +34,8 @@ class InProcessPipeline:
         self.layout = layout
         self.schedule = schedule
         self._loss = chain.loss
-        transports = connect_in_memory(layout.num_ranks)
+        self._precision = (options or StageOptions()).precision
+        transports = connect_in_memory(layout.num_ranks, self._precision)
         self.stages = [
             Stage(
                 layout,
@@ -55,7 +56,7 @@ class InProcessPipeline:
     ) -> list[StepRecord]:
         """One optimizer step on a batch; a record per rank. Each rank's work runs in its context, if there are any."""
         batch = cut(inputs, labels, self.schedule.num_microbatches, self._loss)
-        with undisturbed(inputs.device):
+        with undisturbed(inputs.device), self._precision.step_scope(inputs.device):
             return self._run(batch, contexts)
 
     def _run(self, batch: MicroBatches, contexts: Sequence[AbstractContextManager[object]] | None) -> list[StepRecord]:
@@ -82,7 +83,7 @@ class InProcessPipeline:
         modules = [part for stage in self.stages for part in (*stage.blocks.values(), *stage.readouts.values())]
         scores: dict[int, Score] = {}
         waiting: list[Iterator[dict[int, Score] | None]] = [stage.evaluate(batch) for stage in self.stages]
-        with evaluating(modules), undisturbed(inputs.device):
+        with evaluating(modules), undisturbed(inputs.device), self._precision.step_scope(inputs.device):
             while waiting:
                 still = []
                 for passing in waiting:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mpc_dist.precision import gradient_bytes
 from mpc_dist.profile.angle import AngleProfile, needed_readouts
 from mpc_dist.profile.unchanged import unchanged
 from mpc_dist.readout import Loss, Shared
@@ -243,12 +244,13 @@ class Pipeline:
 
     @property
     def fixed_bytes(self) -> int:
-        """What this rank holds whatever is in flight: weights, gradients, optimizer state, buffers for messages and
-        for gradients on their way to other replicas."""
+        """What this rank holds whatever is in flight: weights and autocast's copies of them, gradients, optimizer
+        state, buffers for messages and for gradients on their way to other replicas."""
         modules = self.modules.values()
         parameters = [p for module in modules for p in module.parameters()]
-        size = sum(p.nbytes * (2 if p.requires_grad else 1) for p in parameters)
+        size = sum(p.nbytes + (gradient_bytes(p) if p.requires_grad else 0) for p in parameters)
         size += sum(buffer.nbytes for module in modules for buffer in module.buffers())
+        size += sum(segment.cast_bytes for segment in self.stage.segments.values())
         states = self.stage.optimizer.state.values() if self.stage.optimizer is not None else ()
         size += sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
         if self.stage.zero is not None:
@@ -278,7 +280,7 @@ class Pipeline:
         """
         batch = self._prepare(inputs, labels)
         self.mesh.watch.phase = "training"
-        with undisturbed(self.mesh.device):
+        with undisturbed(self.mesh.device), self._options.precision.step_scope(self.mesh.device):
             self.stage.start_step(batch, self._weigh(batch))
             record = self.stage.run()
         assert record is not None
@@ -302,7 +304,8 @@ class Pipeline:
             )
         number = None if self._stage is None else -(-num_samples // self._microbatch_size)
         batch = self._prepare(inputs, labels, number=number)
-        with self.mesh.watch.during("evaluation"), evaluating(self._modules()), undisturbed(self.mesh.device):
+        casts = self._options.precision.step_scope(self.mesh.device)
+        with self.mesh.watch.during("evaluation"), evaluating(self._modules()), undisturbed(self.mesh.device), casts:
             *_, scores = self.stage.evaluate(batch)
         assert scores is not None
         return scores
@@ -457,7 +460,7 @@ class Pipeline:
                 ("receive", ACTIVATIONS, before.downward),
                 ("send", ADJOINTS, before.upward),
             ):
-                channels[direction, kind] = Channel(before.peer, group, sample.shape, sample.dtype, mesh.device)
+                channels[direction, kind] = self._channel(before.peer, group, sample)
         self._transport = DistributedTransport(
             channels,
             rank=mesh.ranks_of_stages[mesh.stage],
@@ -471,8 +474,12 @@ class Pipeline:
             with mesh.watch.waiting(after.downward, f"rank {after.peer} to take the shape of messages"):
                 send_description(output, self._microbatch_size, after.peer, after.downward)
             for direction, kind, group in (("send", ACTIVATIONS, after.downward), ("receive", ADJOINTS, after.upward)):
-                channels[direction, kind] = Channel(after.peer, group, output.shape, output.dtype, mesh.device)
+                channels[direction, kind] = self._channel(after.peer, group, output)
         return stage
+
+    def _channel(self, peer: int, group: dist.ProcessGroup, state: Tensor) -> Channel:
+        dtype = self._options.precision.message_type(state.dtype)
+        return Channel(peer, group, state.shape, dtype, state.device, state.dtype)
 
     def _build_stage(self, transport: Transport, before: Stage | None = None) -> Stage:
         """This rank's stage; one that comes after another goes on with its optimizer and its place in training."""

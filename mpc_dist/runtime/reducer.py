@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from mpc_dist.precision import gradient_bytes, gradient_type
 from mpc_dist.runtime.watch import Watch
 
 FIRST_BUCKET_BYTES = 1 << 20
@@ -40,7 +41,7 @@ class _Bucket:
         self.parameters = tuple(parameters)
         sizes = [parameter.numel() for parameter in parameters]
         first = parameters[0]
-        self.buffer = torch.zeros(sum(sizes) + len(sizes), dtype=first.dtype, device=first.device)
+        self.buffer = torch.zeros(sum(sizes) + len(sizes), dtype=gradient_type(first), device=first.device)
         *parts, self.flags = torch.split(self.buffer, [*sizes, len(sizes)])
         self.parts = [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
         self.num_coming = 0
@@ -146,19 +147,20 @@ class AllReduceReducer:
 
 
 def fill_buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """The parameters from last to first, as backward reaches them, in buckets of one type each."""
+    """The parameters from last to first, as backward reaches them, in buckets of one type of gradients each."""
     buckets: list[list[nn.Parameter]] = []
     open_buckets: dict[torch.dtype, tuple[list[nn.Parameter], int]] = {}
     for parameter in reversed(parameters):
-        bucket, room = open_buckets.get(parameter.dtype, ([], 0))
-        if room < parameter.nbytes:
+        bucket, room = open_buckets.get(gradient_type(parameter), ([], 0))
+        size = gradient_bytes(parameter)
+        if room < size:
             bucket, room = [], BUCKET_BYTES if buckets else FIRST_BUCKET_BYTES
             buckets.append(bucket)
         bucket.append(parameter)
-        open_buckets[parameter.dtype] = bucket, room - parameter.nbytes
+        open_buckets[gradient_type(parameter)] = bucket, room - size
     return buckets
 
 
 def bucket_bytes(parameters: Iterable[Tensor]) -> int:
     """What the buckets of these parameters take."""
-    return sum(parameter.nbytes + parameter.dtype.itemsize for parameter in parameters)
+    return sum(gradient_bytes(parameter) + gradient_type(parameter).itemsize for parameter in parameters)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mpc_dist.gradient import run_block
+from mpc_dist.precision import cast_bytes, gradient_type
 from mpc_dist.readout import Loss, check_mean, read_loss
 from mpc_dist.runtime.backward import Beginnings, Graph, run_weight_halves
 from mpc_dist.runtime.branches import BranchFinder
@@ -77,6 +78,8 @@ class Segment:
     def __post_init__(self) -> None:
         self._in_flight: dict[int, _InFlight] = {}
         self._shares: dict[float, Tensor] = {}
+        self.cast_bytes = 0
+        """Of autocast's copies of its weights; known once it was checked."""
         self._recomputer = Recomputer(self.scope) if self.is_checkpointed else None
         self._parts = self._divide()
         self._parameters = [parameter for part in self._parts for parameter in part.parameters]
@@ -175,7 +178,7 @@ class Segment:
         assert self.readout is not None
         for parameter in self._readout_parameters:
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros_like(parameter, dtype=gradient_type(parameter))
         if next(self.readout.buffers(), None) is not None:
             with torch.no_grad():
                 self.predict(microbatch, state)
@@ -190,10 +193,12 @@ class Segment:
     def check(self, state: Tensor, labels: Tensor | None) -> Tensor:
         """Raise if the blocks or the readout cannot be trained on a micro-batch like this; else the blocks' output."""
         output = state
+        self.cast_bytes = 0
         for index, block in enumerate(self.blocks, start=self.first_block):
             leaf = output.detach().requires_grad_(output.is_floating_point())
             with self.scope(index, 0):
                 output = run_block(block, leaf, index)
+            self.cast_bytes += cast_bytes(output)
             # Nobody needs the adjoint of the data: there the first block's weights must be reached.
             sources = [leaf] if index else [p for p in block.parameters() if p.requires_grad]
             if sources and output is not leaf and not any(_depends_on(output, source) for source in sources):
@@ -203,6 +208,7 @@ class Segment:
             leaf = output.clone().requires_grad_()
             prediction = self.predict(0, leaf)
             loss = read_loss(self.loss, prediction, labels)
+            self.cast_bytes += cast_bytes(loss)
             if not _depends_on(loss, leaf):
                 raise self._explain_unread()
             check_mean(self.loss, prediction.detach(), labels)

@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from mpc_dist.precision import FULL, Precision, gradients_as_weights, sum_in_float32
 from mpc_dist.readout import Loss, Shared
 from mpc_dist.runtime.executor import Executor, StepRecord
 from mpc_dist.runtime.guard import Guard, Policy
@@ -50,10 +51,8 @@ class StageOptions:
     """Gradients are scaled down to this norm; None: never."""
     clip_scope: Literal["stage", "global"] = "stage"
     """Whose norm it is. `global` makes every rank wait for all others at each update."""
-    autocast: bool = False
-    """Whether forwards run in `autocast_dtype` where torch deems it safe."""
-    autocast_dtype: torch.dtype = torch.bfloat16
-    """bfloat16, or float16, which wants a loss scale."""
+    precision: Precision = FULL
+    """In what type forwards compute and states travel; float16 wants a loss scale."""
     checkpoint: bool = False
     """Whether each block keeps only its input and runs again in backward."""
     seed: int = 0
@@ -108,6 +107,7 @@ class Stage:
         self._kept_buffers: list[Tensor] = []
         self._sum_over_stages = sum_over_stages
         self.parameters = [p for _, p in self.named_parameters() if p.requires_grad]
+        sum_in_float32(self.parameters)
         self.optimizer = optimizer(self.parameters) if self.parameters else None
         self.zero: ZeroOptimizer | None = None
         if sharding is not None and self.optimizer is not None:
@@ -181,13 +181,13 @@ class Stage:
         # Of any parameter: a stage may be frozen and still drop features.
         device = next((p.device for _, p in self.named_parameters()), torch.device("cpu"))
         self.randomness.generators = list_generators(device)
-        options, begin = self._options, self.randomness.begin
+        precision, begin = self._options.precision, self.randomness.begin
 
         def enter(block: int, microbatch: int) -> AbstractContextManager[object]:
             begin(block, microbatch)
-            return torch.autocast(device.type, dtype=options.autocast_dtype)
+            return precision.scope(device)
 
-        return enter if options.autocast else begin
+        return begin if precision.compute is None else enter
 
     def _build_segment(self, index: int, work: Work, loss: Loss) -> Segment:
         blocks = self.layout.blocks[index]
@@ -251,8 +251,9 @@ class Stage:
         if self._options.clip_norm is not None:
             self._clip(self._options.clip_norm)
         if self.optimizer is not None:
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
+            with gradients_as_weights(self.parameters):
+                self.optimizer.step()
+                self.optimizer.zero_grad(set_to_none=True)
 
     def _as_module(self) -> nn.Module:
         """Blocks and readouts as one module, in which parameters have the names of `named_parameters`."""

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mpc_dist.precision import FULL, Precision
 from mpc_dist.runtime.watch import PeerError as PeerError
 from mpc_dist.runtime.watch import Wait, Watch
 from mpc_dist.schedule.action import Action
@@ -48,6 +49,8 @@ class InMemoryTransport:
     rank: int
     queues: dict[tuple[int, int, str], deque[tuple[Action, Tensor]]]
     """By (sender, receiver, kind); shared by all ranks."""
+    precision: Precision = FULL
+    """What it says of messages is done to them, as between processes."""
 
     def expect(self, receives: Iterable[Action]) -> None:
         """Nothing to post."""
@@ -56,7 +59,7 @@ class InMemoryTransport:
         """Put a copy into the queue: the sender may change its tensor afterwards."""
         down = kind_of(action) == ACTIVATIONS
         key = self.rank, self.rank + (1 if down else -1), kind_of(action)
-        self.queues.setdefault(key, deque()).append((action, tensor.clone()))
+        self.queues.setdefault(key, deque()).append((action, self.precision.round(tensor).clone()))
 
     def _queue(self, action: Action) -> deque[tuple[Action, Tensor]]:
         sender = self.rank + (-1 if kind_of(action) == ACTIVATIONS else 1)
@@ -134,7 +137,10 @@ class Channel:
     """Each direction has a communicator of its own: NCCL would otherwise serialise the two."""
     shape: torch.Size
     dtype: torch.dtype
+    """In which messages travel."""
     device: torch.device
+    state_dtype: torch.dtype | None = None
+    """Of what is sent and received; None: that of messages."""
     expected: deque[Action] = field(default_factory=deque)
     posted: deque[Message] = field(default_factory=deque)
     sent: deque[Message] = field(default_factory=deque)
@@ -145,6 +151,7 @@ class Channel:
 
     def __post_init__(self) -> None:
         self.rank_in_group = dist.get_group_rank(self.group, self.peer)
+        self.state_dtype = self.state_dtype or self.dtype
         self.mark = _MARKS.get(self.dtype) if self.device.type == "cpu" and self.shape.numel() else None
 
     def take_buffer(self) -> Tensor:
@@ -223,17 +230,18 @@ class DistributedTransport:
     def send(self, action: Action, tensor: Tensor) -> None:
         """Send without waiting; the tensor must have the shape that was agreed on."""
         channel = self._channels["send", kind_of(action)]
-        if tensor.shape != channel.shape or tensor.dtype != channel.dtype:
+        if tensor.shape != channel.shape or tensor.dtype != channel.state_dtype:
             raise PeerError(
                 f"rank {self._rank} would send {tuple(tensor.shape)} {tensor.dtype} at {action}, but rank "
-                f"{channel.peer} expects {tuple(channel.shape)} {channel.dtype}; every micro-batch must have one shape"
+                f"{channel.peer} expects {tuple(channel.shape)} {channel.state_dtype}; every micro-batch must have "
+                "one shape"
             )
         # gloo never says that a send is complete before it is waited for.
         while not self._manners.host_waits and channel.sent and channel.sent[0].work.is_completed():
             channel.sent.popleft()
         while len(channel.sent) >= self.MOST_UNDER_WAY:
             self._finish_oldest_send(channel)
-        tensor = tensor.contiguous()
+        tensor = tensor.to(channel.dtype).contiguous()
         channel.sent.append(Message(action, tensor, channel.group.send([tensor], channel.rank_in_group, 0)))
 
     def is_ready(self, action: Action) -> bool:  # noqa: ARG002
@@ -250,7 +258,7 @@ class DistributedTransport:
         if channel.mark is not None and _end_of(message.tensor, channel.mark).value == channel.mark.bits:
             raise PeerError(f"rank {self._rank} got a short message at {action} from rank {channel.peer}")
         self._post(channel)
-        return message.tensor
+        return message.tensor.to(channel.state_dtype)
 
     def close(self) -> None:
         """Wait until everything sent has been taken."""
@@ -281,7 +289,7 @@ def kind_of(action: Action) -> str:
     return ACTIVATIONS if action.op.value in ("SA", "RA") else ADJOINTS
 
 
-def connect_in_memory(num_ranks: int) -> Sequence[InMemoryTransport]:
+def connect_in_memory(num_ranks: int, precision: Precision = FULL) -> Sequence[InMemoryTransport]:
     """A transport for each rank of one process."""
     queues: dict[tuple[int, int, str], deque[tuple[Action, Tensor]]] = {}
-    return [InMemoryTransport(rank, queues) for rank in range(num_ranks)]
+    return [InMemoryTransport(rank, queues, precision) for rank in range(num_ranks)]

@@ -32,9 +32,9 @@ _NOT_OURS = {
     "gradient_accumulation_steps": "parallel.microbatches",
     "optimizer": "optimizer",
     "scheduler": "optimizer.scheduler",
-    "fp16": "training.autocast (bfloat16)",
-    "bf16": "training.autocast",
-    "torch_autocast": "training.autocast",
+    "fp16": "training.precision",
+    "bf16": "training.precision",
+    "torch_autocast": "training.precision",
 }
 _REFUSED = {"overlap_comm": (None, False, "auto"), "offload_optimizer": (None,), "offload_param": (None,)}
 
@@ -150,7 +150,7 @@ def check_weights(parameters: Iterable[Tensor]) -> None:
     """Raise unless DeepSpeed can share an optimizer of these."""
     wrong = next((p.dtype for p in parameters if p.requires_grad and p.dtype != torch.float32), None)
     if wrong is not None:
-        raise ValueError(f"DeepSpeed's ZeRO keeps weights in float32 here, got {wrong}; use dtype float32")
+        raise ValueError(f"DeepSpeed's ZeRO keeps weights in float32 here, got {wrong}; use training.precision float32")
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ _UNSUPPORTED = {
     "ACCELERATE_USE_MEGATRON_LM": "distributed_type MEGATRON_LM",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "parallelism_config",
 }
+PRECISIONS = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""Accelerate's names and ours; it has none for float64."""
 _OFFLOADS = ("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE")
 
 
@@ -20,7 +22,7 @@ class AccelerateSettings:
     """The part of accelerate's file that decides how we train; None where it says nothing."""
 
     mixed_precision: str = "no"
-    """`no` or `bf16`."""
+    """A key of PRECISIONS."""
     use_cpu: bool = False
     """Whether to compute on the CPU."""
     use_deepspeed: bool = False
@@ -42,10 +44,10 @@ class AccelerateSettings:
                     "DEEPSPEED, and parallel.stages and data_parallel.degree of our configuration"
                 )
         precision = environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()
-        if precision not in ("no", "bf16"):
+        if precision not in PRECISIONS:
             raise ValueError(
                 f"the accelerate file's mixed_precision {precision!r} (ACCELERATE_MIXED_PRECISION) is not supported; "
-                "use bf16 or 'no'"
+                "use bf16, fp16 or 'no'"
             )
         if environment.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
             raise ValueError(
@@ -88,9 +90,9 @@ def obey_accelerate(config: Config, variables: Mapping[str, str], given: Mapping
     if not variables:
         return config
     settings = AccelerateSettings.parse(variables)
-    wanted: list[tuple[str, str, Any]] = [
-        ("mixed_precision", "training.autocast", settings.mixed_precision == "bf16"),
-    ]
+    wanted: list[tuple[str, str, Any]] = []
+    if settings.mixed_precision != "no" or config.training.precision in PRECISIONS.values():
+        wanted.append(("mixed_precision", "training.precision", PRECISIONS[settings.mixed_precision]))
     if settings.use_cpu:
         wanted.append(("use_cpu", "device", "cpu"))
     if settings.use_deepspeed:

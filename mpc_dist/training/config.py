@@ -90,8 +90,6 @@ class Config:
     """What initial weights and the order of the data are drawn from."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; auto takes a GPU if there is one."""
-    dtype: Literal["float32", "float64"] = "float32"
-    """Precision of weights and states."""
 
     def __post_init__(self) -> None:
         for horizon in self.angles.horizons or ():
@@ -125,10 +123,16 @@ class Config:
         if self.training.on_nonfinite == "skip" or self.training.build_loss_scale() is not None:
             raise ValueError(
                 "data_parallel.sharding deepspeed cannot leave out a step; use training.on_nonfinite stop or ignore, "
-                "and no loss scale (autocast in bfloat16)"
+                "and no loss scale (float16 has one)"
             )
-        if self.dtype != "float32":
-            raise ValueError(f"data_parallel.sharding deepspeed works in float32, got dtype {self.dtype}; use float32")
+        if self.torch_dtype != torch.float32:
+            wrong = (
+                "bfloat16_weights true" if self.training.bfloat16_weights else f"precision {self.training.precision}"
+            )
+            raise ValueError(
+                f"data_parallel.sharding deepspeed keeps weights in float32, got training.{wrong}; use training."
+                "precision float32 or bfloat16 with float32 weights"
+            )
 
     @property
     def trained_model(self) -> BlockModel:
@@ -152,8 +156,8 @@ class Config:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype that `dtype` names."""
-        return {"float32": torch.float32, "float64": torch.float64}[self.dtype]
+        """That of weights, states and inputs."""
+        return self.training.build_precision().weights
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as they would stand in a YAML file."""
@@ -227,6 +231,7 @@ class ConfigParser:
             except (ArgumentError, RecursionError) as error:
                 raise ValueError(f"{path}: {_explain(error, self.parser)}") from error
         for extra in self._argv:
+            _check_renamed(extra.partition("=")[0].removeprefix("--"), "command line")
             if extra.partition("=")[0] not in _unsupported_options() and not extra.startswith("--config."):
                 continue
             raise ValueError(f"unknown option {extra!r}; give a file by --config, or fields such as --model.name")
@@ -329,6 +334,7 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
 def _check_keys(content: Mapping[str, Any], sections: Mapping[str, Any], path: str) -> None:
     top = [entry.name for entry in dataclasses.fields(Config)]
     for key, value in content.items():
+        _check_renamed(key, path)
         if key not in top:
             raise ValueError(f"{path}: unknown key {show(key)}; {suggest(key, top)}")
         if key not in sections:
@@ -337,8 +343,19 @@ def _check_keys(content: Mapping[str, Any], sections: Mapping[str, Any], path: s
             raise ValueError(f"{path}: {key} must be a mapping of fields, got {show(value)}")
         known = [entry.name for entry in dataclasses.fields(sections[key])]
         for inner in value:
+            _check_renamed(f"{key}.{inner}", path)
             if inner not in known:
                 raise ValueError(f"{path}: unknown key '{key}.{inner}'; {suggest(inner, known)}")
+
+
+_TYPES = "training.precision: float64, float32, bfloat16 or float16"
+RENAMED = {"dtype": _TYPES, "training.autocast": _TYPES, "training.autocast_dtype": _TYPES}
+"""Fields of before, and what says the same now."""
+
+
+def _check_renamed(name: str, path: str) -> None:
+    if name in RENAMED:
+        raise ValueError(f"{path}: there is no {name} any more; write {RENAMED[name]}")
 
 
 def _check_given(values: Mapping[str, Any], kind: Any, prefix: str) -> None:

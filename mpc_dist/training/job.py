@@ -6,12 +6,11 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from mpc_dist.data import Batches, Dataset
 from mpc_dist.models import build_parts
 from mpc_dist.models.block_model import Parts
 from mpc_dist.planner.adapt import GrowingHorizon
+from mpc_dist.precision import set_tf32
 from mpc_dist.readout import LOSSES
 from mpc_dist.runtime.mesh import Launch, Mesh, build_mesh, check_world, join
 from mpc_dist.runtime.pipeline import Pipeline
@@ -108,6 +107,7 @@ class _Job:
             device_type=config.torch_device.type,
             timeout=timedelta(seconds=config.parallel.timeout),
         )
+        set_tf32(mesh.device, is_allowed=config.training.tf32)
         folder = Path(config.training.folder)
         watcher = Watcher(mesh, launch.rank, launch.world_size, folder, timeout=config.parallel.timeout)
         mesh = mesh.with_timeout(self.timeout)  # from here on the watcher is first to notice a wait that is too long
@@ -166,8 +166,7 @@ class _Job:
             options=StageOptions(
                 clip_norm=training.clip_norm,
                 clip_scope=training.clip_scope,
-                autocast=training.autocast,
-                autocast_dtype=getattr(torch, training.autocast_dtype),
+                precision=training.build_precision(),
                 on_nonfinite=training.on_nonfinite,
                 loss_scale=training.build_loss_scale(),
                 checkpoint=training.recompute,

@@ -20,14 +20,15 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from mpc_dist.data import Batch, Batches
+from mpc_dist.data.reading import Part
 from mpc_dist.models import BlockModel, Chain, build_chain
 from mpc_dist.planner.choose import Planned, Report, choose_plan
 from mpc_dist.planner.measurements import Measurements, load_measurements, save_measurements, slowest
 from mpc_dist.planner.plan import Plan
 from mpc_dist.planner.request import Request
+from mpc_dist.precision import Precision, set_tf32
 from mpc_dist.profile import AngleProfile, measure_angles, measure_memory
 from mpc_dist.profile.blocks import measure_blocks, without_allocating
-from mpc_dist.profile.precision import run_in
 from mpc_dist.runtime.local import run_local_ranks
 from mpc_dist.task import Task
 from mpc_dist.training.config import Config
@@ -72,6 +73,7 @@ def plan_for(
     config: Config, request: Request, probe: Probe, *, report: Report = lambda _what, _done, _total: None
 ) -> Planned:
     """Measure, select and search."""
+    set_tf32(config.torch_device, is_allowed=config.training.tf32)
     data = config.data.load()
     batches = Batches(data.train, batch_size=config.batch_size, seed=config.seed)
     samples = [place(batch, config) for batch in islice(batches, probe.num_batches)]
@@ -85,7 +87,7 @@ def plan_for(
     return choose_plan(
         measurements,
         cosine,
-        lambda horizon: _memory(chain, samples[0], horizon, measurements[1]),
+        lambda horizon: _memory(chain, samples[0], horizon, measurements[1], config.training.build_precision()),
         request,
         exact=probe.exact,
         fingerprint=fingerprint(config),
@@ -97,9 +99,9 @@ def plan_for(
 def fingerprint(config: Config) -> dict[str, Any]:
     """The parts of a configuration that a plan depends on, as they stand in YAML."""
     values = config.as_dict()
-    kept = {name: values[name] for name in ("model", "lora", "data", "batch_size", "dtype")}
+    kept = {name: values[name] for name in ("model", "lora", "data", "batch_size")}
     kept["readout"] = config.readout.identify()
-    kept["autocast"] = config.training.autocast_dtype if config.training.autocast else None
+    kept |= {name: values["training"][name] for name in ("precision", "bfloat16_weights")}
     kept["optimizer"] = {name: values["optimizer"][name] for name in ("name", "momentum")}
     plain: dict[str, Any] = json.loads(json.dumps(kept))
     return plain
@@ -131,18 +133,18 @@ def apply_plan(config: Config, plan: Plan) -> Config:
 
 
 def build_whole_chain(config: Config, task: Task) -> Chain:
-    """The configured model with a readout at every boundary, in the precision in which it is trained."""
+    """The configured model with a readout at every boundary, on its device, in the type of its weights."""
     check_size(config, task, range(config.model.num_blocks))
     chain = build_chain(config.trained_model, task, readout=config.readout, seed=config.seed)
-    return run_in(chain.to(device=config.torch_device, dtype=config.torch_dtype), config.training.torch_autocast)
+    return chain.to(device=config.torch_device, dtype=config.torch_dtype)
 
 
 def place(batch: Batch, config: Config) -> Batch:
     """The batch on the configured device, real values in the configured precision."""
-    inputs, labels = (
-        part.to(config.torch_device, config.torch_dtype if part.is_floating_point() else part.dtype) for part in batch
-    )
-    return inputs, labels
+    part = Part(*batch, len(batch[0])).to(config.torch_dtype)
+    assert part.inputs is not None
+    assert part.labels is not None
+    return part.inputs.to(config.torch_device), part.labels.to(config.torch_device)
 
 
 def _measured_angles(
@@ -156,7 +158,9 @@ def _measured_angles(
         raise ValueError(f"there is no angle profile {probe.angles_file}")
     done = iter(range(1, len(samples) * chain.num_blocks + 1))
     total = len(samples) * chain.num_blocks
-    profile = measure_angles(chain, samples, advance=lambda: report("angles", next(done), total))
+    profile = measure_angles(
+        chain, samples, precision=config.training.build_precision(), advance=lambda: report("angles", next(done), total)
+    )
     profile.write(path)
     return f"measured on {len(samples)} batches, kept in {path}", profile.cosine
 
@@ -171,11 +175,15 @@ def _probed_angles(
         return note, _cosine_of(profile, config.model.num_blocks)
     small = _scale_down(config.model)
     chain = build_chain(small, task, readout=config.readout, seed=config.seed).to(dtype=config.torch_dtype)
-    chain = run_in(chain, config.training.torch_autocast)
     few = [tuple(part[:4] for part in batch) for batch in samples[:2]]
     total = len(few) * chain.num_blocks
     done = iter(range(1, total + 1))
-    profile = measure_angles(chain, few, advance=lambda: report("angles of the scaled-down probe", next(done), total))  # type: ignore[arg-type]
+    profile = measure_angles(
+        chain,
+        few,  # type: ignore[arg-type]
+        precision=config.training.build_precision(),
+        advance=lambda: report("angles of the scaled-down probe", next(done), total),
+    )
     note = f"a scaled-down probe with {small.num_blocks} blocks ({small})"
     return note, _cosine_of(profile, config.model.num_blocks)
 
@@ -213,6 +221,7 @@ def _measurements(config: Config, task: Task, sample: Batch, probe: Probe, repor
     key = _angle_key(config, probe) | {
         "device": config.torch_device.type,
         "optimizer": config.as_dict()["optimizer"],
+        "tf32": config.training.tf32,
         "fake_tflops": probe.fake_tflops,
         "threads": torch.get_num_threads(),
         "processes": probe.processes,
@@ -253,6 +262,7 @@ def _measure_counts(config: Config, task: Task, sample: Batch, probe: Probe, rep
                 inputs,
                 labels,
                 partial(build_optimizer, config.optimizer),
+                precision=config.training.build_precision(),
                 repeats=probe.repeats,
                 flops_per_second=None if probe.fake_tflops is None else 1e12 * probe.fake_tflops,
                 advance=lambda: report("times and bytes of blocks", next(done), total),
@@ -272,8 +282,7 @@ def _chain_to_measure(config: Config, task: Task, probe: Probe) -> Iterator[Chai
     torch.set_default_dtype(config.torch_dtype)
     try:
         with without_allocating():
-            chain = build_chain(config.trained_model, task, readout=config.readout, seed=config.seed)
-            yield run_in(chain, config.training.torch_autocast)
+            yield build_chain(config.trained_model, task, readout=config.readout, seed=config.seed)
     finally:
         torch.set_default_dtype(default)
 
@@ -284,7 +293,9 @@ def _as_the_chain(part: Tensor, chain: Chain) -> Tensor:
     return weight.fake_mode.from_tensor(part) if isinstance(weight, FakeTensor) else part
 
 
-def _memory(chain: Chain | None, sample: Batch, horizon: int, measurements: Measurements) -> float:
+def _memory(
+    chain: Chain | None, sample: Batch, horizon: int, measurements: Measurements, precision: Precision
+) -> float:
     """M(h): weights, gradients, optimizer state, and what the eager sweep holds of a whole batch.
 
     Without a chain to sweep it follows from the bytes of the blocks.
@@ -293,7 +304,7 @@ def _memory(chain: Chain | None, sample: Batch, horizon: int, measurements: Meas
     weights = measurements.weight_bytes(every, sliding(len(every), horizon).readouts)
     if chain is None:
         return weights + measurements.sweep_bytes(horizon)
-    return weights + measure_memory(chain, *sample, horizons=[horizon])[horizon]
+    return weights + measure_memory(chain, *sample, horizons=[horizon], precision=precision)[horizon]
 
 
 def _angle_key(config: Config, probe: Probe) -> dict[str, Any]:

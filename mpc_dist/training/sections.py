@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 
+from mpc_dist.precision import Precision
 from mpc_dist.runtime.loss_scale import LossScale
 from mpc_dist.runtime.zero import ZeroSettings
 from mpc_dist.validation import MAX_COUNT, check_path, check_real, check_whole, show, suggest
@@ -195,10 +196,14 @@ class TrainingConfig:
     """Gradients are scaled down to this norm; null: never."""
     clip_scope: Literal["stage", "global"] = "stage"
     """Whose norm it is. `global` makes every rank wait for all others at each update."""
-    autocast: bool = False
-    """Whether forwards run in `autocast_dtype` where torch deems it safe."""
-    autocast_dtype: Literal["bfloat16", "float16"] = "bfloat16"
-    """The precision of autocast; float16 also scales the loss."""
+    precision: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
+    """What is computed in. bfloat16, float16: forwards where torch deems it safe, and messages between ranks; weights,
+    sums of gradients and losses stay float32. float16 also scales the loss."""
+    bfloat16_weights: bool = False
+    """With precision bfloat16: whether weights, states and the optimizer are bfloat16 too, half the memory; gradients
+    are summed in float32 all the same."""
+    tf32: bool = True
+    """Whether a GPU multiplies float32 matrices in TF32: faster, with 10 bits of the fraction instead of 23."""
     loss_scale: Literal["auto", "dynamic", "off"] = "auto"
     """dynamic: the loss has a factor, the same on every rank, that is halved when a gradient overflows anywhere (the
     step is then left out everywhere) and doubled after `loss_scale_interval` good steps; every rank waits for all
@@ -226,9 +231,13 @@ class TrainingConfig:
         if self.clip_norm is not None:
             check_real("training.clip_norm", self.clip_norm, minimum=0)
         check_whole("training.loss_scale_interval", self.loss_scale_interval, minimum=1)
-        if self.loss_scale == "off" and self.autocast and self.autocast_dtype == "float16":
+        if self.bfloat16_weights and self.precision != "bfloat16":
             raise ValueError(
-                "training.loss_scale off loses the small gradients of autocast_dtype float16; use auto, or bfloat16"
+                f"training.bfloat16_weights needs training.precision bfloat16, got {self.precision}; make them agree"
+            )
+        if self.loss_scale == "off" and self.precision == "float16":
+            raise ValueError(
+                "training.loss_scale off loses the small gradients of training.precision float16; use auto, or bfloat16"
             )
         try:
             self.build_loss_scale()
@@ -241,14 +250,14 @@ class TrainingConfig:
             return num_samples
         return min(num_samples, MOST_TESTED if self.eval_batches is None else self.eval_batches * batch_size)
 
-    @property
-    def torch_autocast(self) -> torch.dtype | None:
-        """The precision of forwards; None: that of weights and states."""
-        return getattr(torch, self.autocast_dtype) if self.autocast else None
+    def build_precision(self) -> Precision:
+        """The types that these fields name."""
+        kind: torch.dtype = getattr(torch, self.precision)
+        return Precision(weights=kind) if kind.itemsize > 2 or self.bfloat16_weights else Precision(compute=kind)
 
     def build_loss_scale(self) -> LossScale | None:
         """The scale to begin with; None if the loss is not scaled."""
-        is_scaled = self.loss_scale == "dynamic" or (self.autocast and self.autocast_dtype == "float16")
+        is_scaled = self.loss_scale == "dynamic" or self.precision == "float16"
         scale = LossScale(self.loss_scale_start, self.loss_scale_interval)
         return scale if is_scaled else None
 

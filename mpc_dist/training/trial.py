@@ -17,6 +17,7 @@ from mpc_dist.gradient import eager_mpc_gradients
 from mpc_dist.models import Chain
 from mpc_dist.planner.choose import Planned, Report
 from mpc_dist.planner.plan import Candidate
+from mpc_dist.precision import FULL, Precision
 from mpc_dist.readout import count_labels
 from mpc_dist.training.config import Config
 from mpc_dist.training.optimizer import build_optimizer
@@ -40,7 +41,7 @@ def run_trials(config: Config, planned: Planned, *, num_steps: int, report: Repo
     finalists = choose_finalists(planned.plan.candidates)
     maps = list(dict.fromkeys([backprop(config.model.num_blocks), *map(windows_of, finalists)]))
     tests = read_tests(config, data)
-    initial = evaluate(build_whole_chain(config, data.task), tests)
+    initial = evaluate(build_whole_chain(config, data.task), tests, config.training.build_precision())
     losses: dict[Windows, float] = {}
     for number, windows in enumerate(maps):
         report("trials", number, len(maps))
@@ -119,11 +120,14 @@ def train_briefly(config: Config, data: Dataset, windows: Windows, num_steps: in
     trained = {name: p for name, p in named.items() if p.requires_grad and name.startswith(("blocks.", *read))}
     optimizer = build_optimizer(config.optimizer, list(trained.values()))
     batches = Batches(data.train, batch_size=config.batch_size, seed=config.seed)
+    precision = config.training.build_precision()
     for batch in islice(batches, num_steps):
-        for name, gradient in eager_mpc_gradients(chain, *place(batch, config), windows).items():
+        with precision.step_scope(config.torch_device):
+            gradients = eager_mpc_gradients(chain, *place(batch, config), windows, precision=precision)
+        for name, gradient in gradients.items():
             trained[name].grad = gradient
         optimizer.step()
-    return evaluate(chain, tests)
+    return evaluate(chain, tests, precision)
 
 
 def read_tests(config: Config, data: Dataset) -> list[Batch]:
@@ -133,17 +137,18 @@ def read_tests(config: Config, data: Dataset) -> list[Batch]:
     return [place(data.test.read(selection), config) for selection in chosen]
 
 
-def evaluate(chain: Chain, batches: list[Batch]) -> float:
+def evaluate(chain: Chain, batches: list[Batch], precision: Precision = FULL) -> float:
     """The mean loss at the last boundary, over all labels that count."""
     chain.eval()
     with torch.no_grad():
         losses, weights = [], []
         for inputs, labels in batches:
             state = inputs
-            for block in chain.blocks:
-                state = block(state)
+            with precision.scope(state.device):
+                for block in chain.blocks:
+                    state = block(state)
             weights.append(count_labels(chain.loss, labels))
-            losses.append(weights[-1] * float(chain.loss_at(chain.num_blocks, state, labels)))
+            losses.append(weights[-1] * float(chain.loss_at(chain.num_blocks, state, labels, precision)))
     chain.train()
     return sum(losses) / sum(weights)
 

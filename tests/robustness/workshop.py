@@ -86,13 +86,12 @@ class Workshop:
             "parallel": {"stages": 1, "partition": [2], "microbatches": 2, "cap": 2, "timeout": 60.0},
             "data_parallel": {"degree": 1, "sharding": "none"},
             "optimizer": {"name": "adamw", "lr": 0.001, "weight_decay": 0.1, "scheduler": None},
-            "training": {"steps": 3, "log_every": 1, "eval_every": 2, "eval_batches": 1, "clip_norm": 1.0},
+            "training": {"steps": 3, "log_every": 1, "eval_every": 2, "precision": "float32"},
             "checkpoints": {"every": 2, "keep": 2, "resume": "auto"},
             "tracking": {"wandb": False, "project": "mpc_dist", "tags": ["a", "b"]},
             "batch_size": 4,
             "seed": 1,
             "device": "cpu",
-            "dtype": "float32",
         }
 
 

@@ -1,21 +1,37 @@
 """The sequential reference of the pipeline: `mpc_gradients` on each micro-batch, then the optimizer."""
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
 
 from mpc_dist.gradient import mpc_gradients
 from mpc_dist.models import Chain
+from mpc_dist.precision import FULL, Precision
 from mpc_dist.windows import Windows
 
 
-def reference_gradients(chain: Chain, inputs: Tensor, labels: Tensor, windows: Windows, M: int) -> dict[str, Tensor]:
-    """The mean over micro-batches of the definition's gradients."""
+def reference_gradients(
+    chain: Chain,
+    inputs: Tensor,
+    labels: Tensor,
+    windows: Windows,
+    M: int,
+    *,
+    precision: Precision = FULL,
+    sent_at: Collection[int] = (),
+    scale: float = 1.0,
+) -> dict[str, Tensor]:
+    """The mean over micro-batches of the definition's gradients, of the scaled loss in types that would lose them."""
+    scaled = copy.copy(chain)
+    factor = scale / M if precision.compute or precision.weights.itemsize == 2 else 1.0
+    scaled.loss = lambda prediction, target: chain.loss(prediction, target) * factor
     total: dict[str, Tensor] = {}
     for x, y in zip(inputs.chunk(M), labels.chunk(M), strict=True):
-        for name, gradient in mpc_gradients(chain, x, y, windows).items():
-            total[name] = total.get(name, torch.zeros_like(gradient)) + gradient / M
+        for name, gradient in mpc_gradients(scaled, x, y, windows, precision=precision, sent_at=sent_at).items():
+            part = gradient.float() if gradient.itemsize == 2 else gradient
+            total[name] = total.get(name, torch.zeros_like(part)) + part / (factor * M)
     return total
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from mpc_dist.precision import Precision
 from mpc_dist.readout import mean_squared_error
 from mpc_dist.runtime.local import run_local_ranks
 from mpc_dist.runtime.mesh import Launch, build_mesh
@@ -14,7 +15,7 @@ from mpc_dist.runtime.stage import StageOptions
 from mpc_dist.schedule import lay_out
 from mpc_dist.windows import sliding
 
-OPTIONS = {"autocast": StageOptions(autocast=True), "float32": StageOptions()}
+OPTIONS = {"autocast": StageOptions(precision=Precision(torch.bfloat16)), "float32": StageOptions()}
 
 
 def measure(rank: int, partition: tuple[int, ...], precision: str, replicas: int = 1) -> float:

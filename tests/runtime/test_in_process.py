@@ -15,6 +15,7 @@ from torch import nn
 
 from mpc_dist.gradient import mpc_gradients
 from mpc_dist.models import GPT, Chain, build_chain
+from mpc_dist.precision import Precision
 from mpc_dist.readout import mean_squared_error
 from mpc_dist.runtime import backward as ways
 from mpc_dist.runtime import build_pipeline
@@ -240,7 +241,7 @@ def test_bfloat16_autocast_is_near_float32():
     torch.set_default_dtype(torch.float32)
     chain, inputs, labels = build_example("gpt")
     reference = reference_gradients(chain, inputs, labels, sliding(5, 2), 2)
-    build(chain, sliding(5, 2), (2, 3), 2, split=False, autocast=True).step(inputs, labels)
+    build(chain, sliding(5, 2), (2, 3), 2, split=False, precision=Precision(torch.bfloat16)).step(inputs, labels)
     for name, gradient in gradients_of(chain).items():
         error = (gradient - reference[name]).norm() / reference[name].norm()
         assert 0 < error < 0.05, name  # bfloat16 keeps 8 bits

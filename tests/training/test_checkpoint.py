@@ -31,7 +31,7 @@ from tests.training.local import losses, parse, train_locally
 GPT = (
     "--model.name gpt --model.num_blocks 4 --model.width 16 --model.num_heads 2 --model.dropout 0.1 --data.name text "
     "--data.context 16 --data.max_bytes 40000 --batch_size 8 --parallel.microbatches 2 --training.log_every 1 "
-    "--training.eval_batches 1 --dtype float64 --device cpu"
+    "--training.eval_batches 1 --training.precision float64 --device cpu"
 ).split()
 RESNET = (
     "--model.name resnet_cifar --model.blocks_per_group 1 --model.channels 4 --data.name digits --batch_size 8 "
@@ -58,7 +58,7 @@ LAYOUTS = {
     "2 stages x 2 replicas, optimizer shared by ZeRO": [
         *GPT,
         *words("--parallel.stages 2 --data_parallel.degree 2 --data_parallel.sharding deepspeed"),
-        *words("--data_parallel.stage 2 --horizon 1 --dtype float32"),
+        *words("--data_parallel.stage 2 --horizon 1 --training.precision float32"),
     ],
     "batch norm in one process, rate of the paper": [
         *RESNET,
@@ -122,7 +122,7 @@ def test_another_layout_goes_on_alike(stages, replicas, batch, four_stages: Path
 
 def test_a_shared_optimizer_goes_on_unshared(tmp_path: Path):
     """The state of ZeRO's parts is saved whole: a run without sharding goes on from it, and the other way round."""
-    arguments = [*GPT, *words("--horizon 1 --dtype float32 --model.dropout 0 --data_parallel.degree 2")]
+    arguments = [*GPT, *words("--horizon 1 --training.precision float32 --model.dropout 0 --data_parallel.degree 2")]
     shared = words("--data_parallel.sharding deepspeed --data_parallel.stage 1")
     train_locally([*arguments, *words("--training.steps 6")], tmp_path / "plain")
     for number, sharding in enumerate([shared, [], shared]):

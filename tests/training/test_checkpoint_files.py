@@ -83,7 +83,7 @@ def test_each_replica_copies_its_share_and_every_weight_is_written_once(tmp_path
 
 
 def test_the_parts_of_a_shared_optimizer_are_saved_as_they_are_and_read_by_any_layout(tmp_path: Path):
-    arguments = [*MLP, *"--model.num_blocks 4 --optimizer.name adamw --dtype float32".split()]
+    arguments = [*MLP, *"--model.num_blocks 4 --optimizer.name adamw --training.precision float32".split()]
     zero = tmp_path / "zero"
     answers = run_local_ranks(collected, 2, parse([*arguments, *ZERO, "--training.folder", str(zero)]))
     for sizes, held, _ in answers:

@@ -17,8 +17,8 @@ Image = pytest.importorskip("PIL.Image")
 
 SMALL = (
     "--model.name res_mlp --model.num_blocks 3 --model.width 6 --data.name image_folder --data.size 4 "
-    "--data.mean [0.5] --data.std [0.25] --batch_size 16 --training.steps 2 --training.eval_every 1 --dtype float64 "
-    "--device cpu --training.workers 0 --readout.kind local"
+    "--data.mean [0.5] --data.std [0.25] --batch_size 16 --training.steps 2 --training.eval_every 1 "
+    "--training.precision float64 --device cpu --training.workers 0 --readout.kind local"
 ).split()
 
 
@@ -164,7 +164,9 @@ def test_what_is_no_number_of_batches_is_refused(given: str):
 def test_one_model_is_scored_though_replicas_have_seen_other_samples(tmp_path: Path):
     """Batch norm keeps statistics of its own on each replica; the first one's are what a checkpoint stands for."""
     arguments = words("--config configs/resnet_digits.yaml --model.blocks_per_group 1 --training.steps 3")
-    arguments += words("--training.log_every 1 --training.eval_every 2 --checkpoints.every 3 --dtype float64")
+    arguments += words(
+        "--training.log_every 1 --training.eval_every 2 --checkpoints.every 3 --training.precision float64"
+    )
     arguments += words("--data_parallel.degree 2 --parallel.stages 2 --batch_size 16")
     last = str(train_locally(arguments, tmp_path).model.num_blocks)
     (with_two,) = {json.dumps(scores[-1]) for scores in scores_of(tmp_path, 4, last)}

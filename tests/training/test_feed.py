@@ -20,8 +20,8 @@ pytest.importorskip("PIL.Image")
 
 SMALL = words(
     "--model.name res_mlp --model.num_blocks 3 --model.width 6 --data.name image_folder --data.size 4 "
-    "--data.mean [0.5] --data.std [0.25] --data.augment true --batch_size 8 --training.log_every 1 --dtype float64 "
-    "--device cpu"
+    "--data.mean [0.5] --data.std [0.25] --data.augment true --batch_size 8 --training.log_every 1 "
+    "--training.precision float64 --device cpu"
 )
 
 

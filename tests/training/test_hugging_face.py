@@ -79,7 +79,8 @@ def test_adapters_train_alike_on_two_ranks_and_in_one_process(tmp_path):
     """Every rank builds its own blocks and adapters; dropout of transformers and of peft included."""
     small = (
         f"--config {ROOT}/configs/hf_lora_small.yaml --lora.dropout 0.1 --training.steps 3 --training.log_every 1 "
-        "--training.eval_batches 1 --horizon.windows sliding --horizon.size 2 --horizon.unit blocks --dtype float64"
+        "--training.eval_batches 1 --horizon.windows sliding --horizon.size 2 --horizon.unit blocks "
+        "--training.precision float64"
     ).split()
     launch(2, *small, "--training.folder", str(tmp_path / "two"))
     train(parse(*small, "--training.folder", str(tmp_path / "one"), "--parallel.stages", "1"), Launch(), is_quiet=True)

@@ -90,9 +90,11 @@ def test_the_accelerate_file_for_zero_trains_with_shared_optimizers(tmp_path):
 
 @pytest.mark.slow
 def test_a_contradiction_between_the_files_ends_every_rank(tmp_path):
-    arguments = ("--config", "configs/gpt_train.yaml", *TINY, "--training.autocast", "true")
+    arguments = ("--config", "configs/gpt_train.yaml", *TINY, "--training.precision", "bfloat16")
     done = accelerate("cpu_2ranks", *arguments, "--training.folder", str(tmp_path / "run"), fails=True)
-    message = "the accelerate file's mixed_precision asks for training.autocast false, but --training.autocast sets it"
+    message = (
+        "the accelerate file's mixed_precision asks for training.precision float32, but --training.precision sets it"
+    )
     assert done.stderr.count(message) == 1
     assert not (tmp_path / "run").exists()
 
@@ -121,7 +123,7 @@ def test_every_accelerate_file_is_read_by_accelerate_and_fits_its_configuration(
     parser = ConfigParser(arguments.training_script_args, prog="test", description="")
     config = obey_accelerate(parser.parse()[0], launch.accelerate, parser.given())
     check_world(launch, num_stages=config.parallel.stages, num_replicas=config.data_parallel.degree)
-    assert config.training.autocast == (file.mixed_precision == "bf16")
+    assert config.training.precision == {"bf16": "bfloat16", "no": "float32"}[file.mixed_precision]
     assert (config.data_parallel.sharding == "deepspeed") == arguments.use_deepspeed
 
 
@@ -159,10 +161,10 @@ def test_what_our_configuration_leaves_open_the_accelerate_file_decides(tmp_path
         DYNAMO_BACKEND="NO",
     )
     found = obey_accelerate(config, said, given)
-    assert (found.training.autocast, found.training.clip_norm, found.device) == (True, 0.5, "cpu")
+    assert (found.training.precision, found.training.clip_norm, found.device) == ("bfloat16", 0.5, "cpu")
     assert (found.data_parallel.sharding, found.data_parallel.stage) == ("deepspeed", 2)
     assert obey_accelerate(config, {}, given) is config
-    assert obey_accelerate(found, said, {"training.autocast": "a", "device": "b"}) is found  # they agree
+    assert obey_accelerate(found, said, {"training.precision": "a", "device": "b"}) is found  # they agree
     said = variables(USE_DEEPSPEED="true", DEEPSPEED_CONFIG_FILE="configs/deepspeed/zero2.json")
     zero = obey_accelerate(config, said, given).data_parallel.read_zero()
     assert zero is not None
@@ -173,16 +175,16 @@ def test_what_our_configuration_leaves_open_the_accelerate_file_decides(tmp_path
     ("text", "argv", "said", "message"),
     [
         (
-            "training: {autocast: true}\n",
+            "training: {precision: bfloat16}\n",
             [],
             {},
-            r"file's mixed_precision asks for training.autocast false, but \S+config.yaml sets it to true",
+            r"file's mixed_precision asks for training.precision float32, but \S+config.yaml sets it to bfloat16",
         ),
         (
             "seed: 1\n",
-            ["--training.autocast=false"],
-            {"MIXED_PRECISION": "bf16"},
-            "asks for training.autocast true, but --training.autocast sets it to false",
+            ["--training.precision=float32"],
+            {"MIXED_PRECISION": "fp16"},
+            "asks for training.precision float16, but --training.precision sets it to float32",
         ),
         ("device: auto\n", [], {"USE_CPU": "true"}, r"use_cpu asks for device cpu, but \S+ sets it to auto"),
         (
@@ -215,7 +217,7 @@ def test_a_contradiction_names_both_places(tmp_path, text, argv, said, message):
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ({"MIXED_PRECISION": "fp16"}, "mixed_precision 'fp16' .* is not supported; use bf16 or 'no'"),
+        ({"MIXED_PRECISION": "fp8"}, "mixed_precision 'fp8' .* is not supported; use bf16, fp16 or 'no'"),
         (
             {"USE_FSDP": "true"},
             "distributed_type FSDP .* is not supported; use distributed_type MULTI_GPU or",
@@ -246,7 +248,12 @@ def test_the_number_of_processes_is_held_against_stages_and_replicas():
         ("data_parallel: {sharding: deepspeed}\n", "data_parallel.degree is 1; use 2 or more, or sharding none"),
         ("data_parallel: {degree: 2, stage: 1}\n", "need data_parallel.sharding deepspeed, got none"),
         (SHARDED + "horizon: {mode: adaptive}\n", "horizon.mode adaptive adds readouts .* use another mode"),
-        (SHARDED + "dtype: float64\n", "works in float32, got dtype float64"),
+        (SHARDED + "training: {precision: float64}\n", "weights in float32, got training.precision float64"),
+        (
+            SHARDED + "training: {precision: bfloat16, bfloat16_weights: true}\n",
+            "weights in float32, got training.bfloat16_weights true",
+        ),
+        (SHARDED + "training: {precision: float16}\n", "deepspeed cannot leave out a step"),
         (
             "data_parallel: {degree: 2, sharding: deepspeed, deepspeed_config: configs/deepspeed/zero1.json}\n"
             "training: {clip_norm: 1.0}\n",
@@ -254,7 +261,7 @@ def test_the_number_of_processes_is_held_against_stages_and_replicas():
         ),
         ("data_parallel: {degree: 2, sharding: deepspeed, deepspeed_config: none.json}\n", "none.json does not exist"),
     ],
-    ids=["degree", "unused", "adaptive", "dtype", "clipping", "file"],
+    ids=["degree", "unused", "adaptive", "float64", "bfloat16", "float16", "clipping", "file"],
 )
 def test_sharding_that_cannot_work_is_refused_by_the_configuration(tmp_path, text, message):
     with pytest.raises(ValueError, match=message):

@@ -24,7 +24,8 @@ from tests.conftest import ROOT
 
 SMALL = (
     "--config configs/gpt_train.yaml --model.num_blocks 4 --model.width 16 --data.context 16 --data.max_bytes 30000 "
-    "--training.steps 4 --training.log_every 1 --training.eval_every 2 --training.eval_batches 2 --dtype float64"
+    "--training.steps 4 --training.log_every 1 --training.eval_every 2 --training.eval_batches 2 "
+    "--training.precision float64"
 ).split()
 
 

@@ -17,7 +17,7 @@ RANKS = "--parallel.stages 2 --data_parallel.degree 2 --horizon 1 --training.cli
 HALF = (
     "--model.name gpt --model.num_blocks 4 --model.width 16 --model.num_heads 2 --data.name text --data.context 16 "
     "--data.max_bytes 40000 --batch_size 8 --parallel.microbatches 2 --training.log_every 1 --training.eval_batches 1 "
-    "--device cpu --training.autocast true --training.autocast_dtype float16 --parallel.stages 2 --horizon 1"
+    "--device cpu --training.precision float16 --parallel.stages 2 --horizon 1"
 ).split()
 
 

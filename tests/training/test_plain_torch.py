@@ -77,7 +77,7 @@ class Case:
             f"--optimizer.lr 0.05 --optimizer.momentum {self.momentum} --optimizer.weight_decay {self.decay} "
             f"{rate if self.rate else ''} {clip} --training.steps {STEPS} --training.log_every 1 "
             "--training.eval_every 2 "
-            f"--seed {SEED} --device cpu --dtype float64 --training.folder {folder}"
+            f"--seed {SEED} --device cpu --training.precision float64 --training.folder {folder}"
         ).split()
 
     @property

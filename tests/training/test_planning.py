@@ -107,15 +107,24 @@ def rank_bytes(folder: Path, num_ranks: int) -> list[int]:
     return [line["rank_bytes"] for line in steps]
 
 
-@pytest.mark.parametrize("autocast", [[], ["--training.autocast", "true"]], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_the_line_that_a_plan_prints_runs_it_and_the_bytes_are_those_planned(
-    autocast, tmp_path: Path, capsys, monkeypatch
+    precision, tmp_path: Path, capsys, monkeypatch
 ):
     monkeypatch.chdir(ROOT)
     other = tmp_path / "a second file.yaml"
     other.write_text("optimizer: {name: adamw}\ntraining: {steps: 3, clip_norm: 0.5}\n")
     folder = ["--training.folder", str(tmp_path / "a run")]
-    given = ["--config", str(other), "--model.width=32", *autocast, *folder, "--readout.kind", "local"]
+    given = [
+        "--config",
+        str(other),
+        "--model.width=32",
+        "--training.precision",
+        precision,
+        *folder,
+        "--readout.kind",
+        "local",
+    ]
     plan("--layout", "2|2", "--gpu-memory", "1GiB", *given, "--latency", "1e-3", out=tmp_path / "plan.yaml")
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("run it: "))
     words = shlex.split(line.removeprefix("run it: "))
@@ -128,20 +137,20 @@ def test_the_line_that_a_plan_prints_runs_it_and_the_bytes_are_those_planned(
         "adamw",
         0.5,
     )
-    assert config["training"]["autocast"] == bool(autocast)
+    assert config["training"]["precision"] == precision
     # 5 %: what autograd saves of messages and of losses depends on the rank's place in a small way.
     planned = Plan.read(tmp_path / "plan.yaml").chosen.bytes_per_rank
     assert rank_bytes(tmp_path / "a run", 2) == pytest.approx(planned, rel=0.05)
 
 
 def test_a_plan_is_for_one_precision(tmp_path: Path):
-    halved = dataclasses.replace(CONFIG, training=dataclasses.replace(CONFIG.training, autocast=True))
+    halved = dataclasses.replace(CONFIG, training=dataclasses.replace(CONFIG.training, precision="bfloat16"))
     request, probe = Request(1e9, layout="2|2"), Probe(num_batches=1, repeats=1, profiles=tmp_path)
     # The same folder of profiles: what was measured in one precision is not used for the other.
     whole, half = (plan_for(config, request, probe) for config in (CONFIG, halved))
     assert half.measurements[1].blocks[0].saved_bytes < 0.9 * whole.measurements[1].blocks[0].saved_bytes
     assert half.cosines != whole.cosines
-    with pytest.raises(ValueError, match="the plan is for another autocast: it was made for None, the configuration"):
+    with pytest.raises(ValueError, match="the plan is for another precision: it was made for 'float32', the config"):
         apply_plan(halved, whole.plan)
 
 

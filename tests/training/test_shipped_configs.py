@@ -67,7 +67,7 @@ def test_a_step_of_a_large_one_runs_dry(path: Path):
             layout,
             schedule,
             optimizer=KeepGradients,
-            options=StageOptions(autocast=config.training.autocast, checkpoint=config.training.recompute),
+            options=StageOptions(precision=config.training.build_precision(), checkpoint=config.training.recompute),
         )
         size = config.batch_size
         if task.kind == "tokens":

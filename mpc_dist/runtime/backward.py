@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from mpc_dist.precision import gradient_type
 from mpc_dist.runtime.branches import BranchFinder
 from mpc_dist.runtime.engine import add_gradients, find_gradients
 
@@ -60,7 +61,7 @@ class Graph:
         for parameter, gradient in zip(direct, found[len(edges) :], strict=True):
             if gradient is not None:
                 add: Any = get_gradient_edge(parameter).node
-                add(gradient)  # as the engine would
+                add(gradient.to(gradient_type(parameter)))  # as the engine would
         left = [Beginnings(edges[places], found[places], parameters) for places, parameters in rounds]
         return torch.zeros_like(self.source) if below is None else below, left
 

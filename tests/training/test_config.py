@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from mpc_dist.data import LinearData, TextData, TrigonometricData
 from mpc_dist.models import GPT, ResMLP
@@ -98,6 +99,10 @@ def test_every_shipped_config_is_valid(path):
         ("angles: {horizons: [0]}", r"horizon 0 sees no block ahead; use 1\.\.8"),
         ("angles: {horizons: [9]}", r"angles.horizons with model.num_blocks 8: horizon 9 .*; use 1\.\.8"),
         ("angles: {horizons: [two]}", r"angles\.horizons must be of type .*two"),
+        ("dtype: float64", "config.yaml: there is no dtype any more; write training.precision: float64"),
+        ("training: {autocast: true}", "there is no training.autocast any more; write training.precision: float64, fl"),
+        ("training: {autocast_dtype: float16}", "there is no training.autocast_dtype any more; write training.prec"),
+        ("training: {bfloat16_weights: true}", "bfloat16_weights needs training.precision bfloat16, got float32"),
         ("training: {precision: int8}", r"training\.precision.*int8"),
         ("angles: {horizons: []}", r"angles\.horizons is empty"),
         ("angles: {horizons: 3}", r"angles\.horizons must be of type .*, got 3; a list is written as \[1,2,4\]"),
@@ -130,6 +135,8 @@ def test_the_shortest_timeout_is_a_second():
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
+        (["--dtype", "float64"], "no dtype any more; write training.precision: float64, float32, bfloat16 or float16"),
+        (["--training.autocast=true"], "command line: there is no training.autocast any more; write training.precision"),
         (["--config", "nowhere.yaml"], "config file nowhere.yaml does not exist; the shipped ones are in configs/"),
         (["--model.name", "gtp"], "unknown model 'gtp'; did you mean 'gpt'?"),
         (["--model.widht", "3"], "unknown option '--model.widht'; did you mean '--model.width'?"),
@@ -158,3 +165,12 @@ def test_cuda_is_refused_where_there_is_none(monkeypatch):
     with pytest.raises(ValueError, match="device 'cuda' is not available on this machine; use 'cpu' or 'auto'"):
         parse("--device", "cuda")
     assert parse("--device", "auto").torch_device.type == "cpu"
+
+
+def test_a_precision_is_a_type_to_compute_in_and_one_of_weights():
+    found = [parse("--training.precision", name) for name in ("float64", "float32", "bfloat16", "float16")]
+    found.append(parse("--training.precision", "bfloat16", "--training.bfloat16_weights", "true"))
+    types = [(one.training.build_precision().compute, one.torch_dtype) for one in found]
+    half, whole = torch.bfloat16, torch.float32
+    assert types == [(None, torch.float64), (None, whole), (half, whole), (torch.float16, whole), (None, half)]
+    assert [one.training.build_loss_scale() is not None for one in found] == [False, False, False, True, False]

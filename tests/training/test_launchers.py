@@ -165,6 +165,11 @@ def test_what_our_configuration_leaves_open_the_accelerate_file_decides(tmp_path
     assert (found.data_parallel.sharding, found.data_parallel.stage) == ("deepspeed", 2)
     assert obey_accelerate(config, {}, given) is config
     assert obey_accelerate(found, said, {"training.precision": "a", "device": "b"}) is found  # they agree
+    for theirs, ours in (("fp16", "float16"), ("no", "float32")):
+        half, own = parse(tmp_path, "seed: 1\n")
+        assert obey_accelerate(half, variables(MIXED_PRECISION=theirs), own).training.precision == ours
+    double, own = parse(tmp_path, "training: {precision: float64}\n")
+    assert obey_accelerate(double, variables(), own) is double  # accelerate has no word for it
     said = variables(USE_DEEPSPEED="true", DEEPSPEED_CONFIG_FILE="configs/deepspeed/zero2.json")
     zero = obey_accelerate(config, said, given).data_parallel.read_zero()
     assert zero is not None

@@ -136,7 +136,10 @@ def test_the_shortest_timeout_is_a_second():
     ("argv", "message"),
     [
         (["--dtype", "float64"], "no dtype any more; write training.precision: float64, float32, bfloat16 or float16"),
-        (["--training.autocast=true"], "command line: there is no training.autocast any more; write training.precision"),
+        (
+            ["--training.autocast=true"],
+            "command line: there is no training.autocast any more; write training.precision",
+        ),
         (["--config", "nowhere.yaml"], "config file nowhere.yaml does not exist; the shipped ones are in configs/"),
         (["--model.name", "gtp"], "unknown model 'gtp'; did you mean 'gpt'?"),
         (["--model.widht", "3"], "unknown option '--model.widht'; did you mean '--model.width'?"),

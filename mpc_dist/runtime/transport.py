@@ -112,7 +112,7 @@ be freed) waits for it: so none is posted before its message is needed, when all
 
 def manners_of(device: torch.device) -> Manners:
     """Those of the backend that a device's tensors travel by."""
-    return NCCL if device.type == "cuda" else GLOO
+    return GLOO if device.type == "cpu" else NCCL
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,7 @@ def hold(rank: int, windows: Windows, num_replicas: int) -> tuple[int, int, int]
     )
     for _ in range(2):
         pipeline.step(*draw_batch())
+    pipeline.close()  # what was sent must outlive this function
     return pipeline.fixed_bytes, max(posted), len(pipeline.stage.parameters)
 
 

@@ -271,7 +271,7 @@ class DistributedTransport:
                 work.wait()  # the device does, and goes on with what needs no message
         except RuntimeError as error:
             raise self._watch.give_up(wait, error, f"{wait.what} (micro-batch {action.microbatch})") from error
-        self._watch.wait = None
+        self._watch.end(wait)
         waited = time.perf_counter() - wait.since
         self.waiting_for[channel.peer] = self.waiting_for.get(channel.peer, 0.0) + waited
 

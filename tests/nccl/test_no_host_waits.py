@@ -39,6 +39,7 @@ OPTIONS = {
     "plain": (StageOptions(), 0),
     "clipped": (StageOptions(clip_norm=0.1), 0),
     "one norm for all": (StageOptions(clip_norm=0.1, clip_scope="global"), 0),
+    "recomputed": (StageOptions(checkpoint=True), 0),
     "stop": (StageOptions(on_nonfinite="stop"), 1),
     "skip": (StageOptions(on_nonfinite="skip"), 1),
     "scaled": (StageOptions(loss_scale=LossScale(2.0)), 1),

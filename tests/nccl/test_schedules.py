@@ -20,7 +20,7 @@ from mpc_dist.runtime import pipeline as pipelines
 from mpc_dist.runtime.local import run_local_ranks
 from mpc_dist.runtime.mesh import Launch, Mesh, build_mesh
 from mpc_dist.runtime.pipeline import Pipeline
-from mpc_dist.runtime.transport import NCCL
+from mpc_dist.runtime.transport import NCCL, Manners
 from mpc_dist.schedule import build_schedule, lay_out
 from mpc_dist.windows import backprop, cumulative, sliding, tumbling
 from tests.nccl.alone import Others, alone
@@ -92,6 +92,8 @@ def list_cases(num_ranks: int, caps: Sequence[int | None] = (None,)) -> list[Cas
 
 def train(mesh: Mesh, case: Case) -> None:
     """Two steps."""
+    for block in BLOCKS:
+        block.zero_grad()
     pipeline = Pipeline(
         mesh,
         lay_out(WINDOWS[case.windows], case.partition),
@@ -110,12 +112,15 @@ def train(mesh: Mesh, case: Case) -> None:
     pipeline.close()
 
 
-def record(rank: int, cases: Sequence[Case], is_alone: bool) -> list[list[Recording]]:
+def record(rank: int, cases: Sequence[Case], is_alone: bool, manners: Manners = NCCL) -> list[list[Recording]]:
     """What a rank does to meet the others, and then in each case."""
     num_ranks = len(cases[0].partition)
     found = []
     # The transport asks what manners are wanted of the device's type, which is the CPU's here.
-    with patch.object(pipelines, "manners_of", lambda _: NCCL), patch.object(pipelines, "build_schedule", build_once):
+    with (
+        patch.object(pipelines, "manners_of", lambda _: manners),
+        patch.object(pipelines, "build_schedule", build_once),
+    ):
         answer = Others((NUM_SAMPLES, 1)).answer if is_alone else None
         with recording(answer) as first:
             mesh = build_mesh(Launch(rank, num_ranks, rank), num_stages=num_ranks, timeout=TIMEOUT)
@@ -127,23 +132,23 @@ def record(rank: int, cases: Sequence[Case], is_alone: bool) -> list[list[Record
     return found
 
 
-def record_alone(cases: Sequence[Case]) -> list[list[list[Recording]]]:
-    """The same of every rank, one after another in this process."""
+def record_alone(cases: Sequence[Case], manners: Manners = NCCL) -> list[list[list[Recording]]]:
+    """The same of every rank, one after another in this process; all cases have as many."""
     by_rank = []
     for rank in range(len(cases[0].partition)):
         with alone(rank, len(cases[0].partition)):
-            by_rank.append(record(rank, cases, True))
+            by_rank.append(record(rank, cases, True, manners))
     return by_rank
 
 
-def run_strictly(parts: Sequence[Sequence[Recording]]) -> None:
+def run_strictly(parts: Sequence[Sequence[Recording]], *, with_device_waits: bool = True, **rules: bool) -> None:
     """Let the model run a case, of whose ranks each gives its parts."""
     firsts, owns = (join(recordings) for recordings in zip(*parts, strict=True))
     calls: list[list[Call]] = [[*one, *other] for one, other in zip(firsts[0], owns[0], strict=True)]
     members = firsts[1] | owns[1]
-    Devices(calls, members).run()
-    for rank in range(len(calls)):
-        Devices(calls, members).run_with_device_wait(rank)
+    Devices(calls, members, **rules).run()
+    for rank in range(len(calls) if with_device_waits else 0):
+        Devices(calls, members, **rules).run_with_device_wait(rank)
 
 
 def check(cases: Sequence[Case]) -> None:

@@ -80,7 +80,7 @@ def _measure(
 @contextmanager
 def protected(launch: Launch, mesh: Mesh, folder: Path, store: TCPStore) -> Iterator[Preemption]:
     """What `train` keeps around its steps."""
-    watcher = Watcher(mesh, launch.rank, launch.world_size, folder, timeout=TIMEOUT.total_seconds())
+    watcher = Watcher(mesh.watch, launch.rank, launch.world_size, folder, timeout=TIMEOUT.total_seconds())
     with (
         lock_run(folder, rank=launch.rank),
         Pulse(launch, store=store),

@@ -14,7 +14,7 @@ from mpc_dist.profile.angle import AngleProfile, Gram, StageProbe, needed_readou
 from mpc_dist.profile.unchanged import unchanged
 from mpc_dist.readout import Loss, read_loss
 from mpc_dist.runtime.mesh import Mesh
-from mpc_dist.runtime.microbatch import MicroBatches, Shares
+from mpc_dist.runtime.microbatch import MicroBatches
 from mpc_dist.runtime.segment import Scope
 from mpc_dist.runtime.transport import Transport
 from mpc_dist.schedule.action import Action, Op
@@ -53,7 +53,6 @@ def probe_angles(
 
     with unchanged(modules):
         for batch in batches:
-            shares = Shares(batch.counts)
             own = [blocks[t] for t in sorted(blocks)]
             probe = StageProbe(own, first, loss_at, needed, enter)
             # The adjoints that enter from the rank above, and those that go on to the rank below.
@@ -62,7 +61,7 @@ def probe_angles(
             for m in range(batch.number):
                 present = m
                 # Without a label that counts, a micro-batch has no gradient.
-                share = shares.of(m) if batch.counts and batch.counts[m] else 0.0
+                share = batch.counts[m] / sum(batch.counts) if batch.counts and batch.counts[m] else 0.0
                 activation = Action(Op.RECEIVE_ACTIVATION, first, m)
                 adjoints = [Action(Op.RECEIVE_ADJOINT, last, m, s) for s in entering]
                 transport.expect([*([activation] if mesh.stage else []), *adjoints])

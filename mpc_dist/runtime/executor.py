@@ -6,10 +6,12 @@ There is no barrier between steps: a rank waits only in its receives. After a st
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
 
+from mpc_dist.runtime.clock import Clock, HostClock, Moment
 from mpc_dist.runtime.guard import Finding, Guard
 from mpc_dist.runtime.microbatch import MicroBatches, Shares
 from mpc_dist.runtime.reducer import Reduction
@@ -28,18 +30,45 @@ class StepRecord:
     """By segment boundary: the mean loss of each micro-batch, in order of the program."""
     counts: dict[int, list[float]] = field(default_factory=dict)
     """How many labels each of these means is of."""
-    timeline: list[Interval] = field(default_factory=list)
-    """Compute and update actions with their times, if they were recorded."""
-    started: float = 0.0
-    """When the step began, by the clock of the timeline."""
+    clock: Clock = field(default_factory=HostClock)
+    """Of all moments."""
+    beginning: Moment = 0.0
+    """When the step began."""
+    moments: list[tuple[Action, Moment, Moment]] = field(default_factory=list)
+    """When compute and update actions began and ended, if that was recorded."""
     most_in_flight: int = 0
     """Most micro-batches whose activations were held at once."""
     is_skipped: bool = False
     """Whether the update was left out, here and on every other rank."""
     finding: Finding | None = None
     """The number that was not finite, if this rank met one."""
-    reductions: list[Reduction] = field(default_factory=list)
-    """When gradients travelled to the other replicas, bucket by bucket."""
+    travels: list[tuple[Moment, Moment, int]] = field(default_factory=list)
+    """When each bucket of gradients went to the other replicas and was back, and its bytes."""
+
+    # What follows is for after the step: on a device it waits until the step is done.
+
+    def _read(self, moment: Moment) -> float:
+        return self.clock.read(moment, near=self.beginning)
+
+    @cached_property
+    def started(self) -> float:
+        """When the step began, by the clock of the timeline."""
+        return self._read(self.beginning)
+
+    @cached_property
+    def timeline(self) -> list[Interval]:
+        """Compute and update actions with their times, if they were recorded."""
+        return [Interval(action, self._read(start), self._read(end)) for action, start, end in self.moments]
+
+    @cached_property
+    def reductions(self) -> list[Reduction]:
+        """When gradients travelled to the other replicas, bucket by bucket."""
+        return [Reduction(self._read(start), self._read(end), size) for start, end, size in self.travels]
+
+    @property
+    def seconds(self) -> float:
+        """From the step's beginning to the end of its last action; 0 if times were not recorded."""
+        return self.timeline[-1].end - self.started if self.timeline else 0.0
 
     @property
     def busy_seconds(self) -> float:
@@ -60,9 +89,10 @@ class Executor:
         on_last_backward: Callable[[int, bool], None] = lambda _index, _is_read: None,
         on_segment_done: Callable[[int], None],
         on_update: Callable[[StepRecord], None],
-        record_times: bool = False,
+        clock: Clock | None = None,
         guard: Guard | None = None,
     ) -> None:
+        """With a clock, every action's times are recorded."""
         self._program = program
         self._receives = [action for action in program if action.op in RECEIVES]
         self._segments = segments
@@ -71,7 +101,9 @@ class Executor:
         self._on_last_backward = on_last_backward
         self._on_segment_done = on_segment_done
         self._on_update = on_update
-        self._record_times = record_times
+        self._clock = clock
+        self._last_action = 0.0
+        """When this thread was done with one, whatever the device is at; 0 before the first step."""
         self._guard = guard or Guard()
         self._is_guarded = self._guard.is_on
         self._targets = {s: work.layout.windows.targets[s] for s in segments}
@@ -109,25 +141,28 @@ class Executor:
     def start_step(self, batch: MicroBatches, shares: Shares) -> None:
         """Begin a step on these micro-batches; a rank uses what it needs of them."""
         assert self._place == 0
-        self._record = StepRecord(started=time.perf_counter())
+        self._last_action = time.perf_counter()
+        clock = self._clock
+        self._record = StepRecord() if clock is None else StepRecord(clock=clock, beginning=clock.now())
         self._inputs, self._labels, self._shares = batch.inputs, batch.labels, shares
         self._backwards_left = dict.fromkeys(self._segments, self._num_microbatches)
         self._transport.expect(self._receives)
 
     def run(self) -> StepRecord | None:
         """Go on with the step; None if it has to wait for another rank of this process."""
-        program, handlers = self._program, self._handlers
+        program, handlers, clock = self._program, self._handlers, self._clock
         while self._place < len(program):
             action = program[self._place]
             if action.op in RECEIVES and not self._transport.is_ready(action):
                 return None
-            if self._record_times and (action.op in COMPUTE or action.op is Op.UPDATE):
-                start = time.perf_counter()
+            if clock is not None and (action.op in COMPUTE or action.op is Op.UPDATE):
+                start = clock.now()
                 handlers[action.op](action)
-                self._record.timeline.append(Interval(action, start, time.perf_counter()))
+                self._record.moments.append((action, start, clock.now()))
             else:
                 handlers[action.op](action)
             self._place += 1
+            self._last_action = time.perf_counter()
         self._place = 0
         return self._record
 
@@ -140,9 +175,7 @@ class Executor:
         """What it is doing, for another thread."""
         program, place = self._program, self._place
         action = program[place] if place < len(program) else None
-        # A step that has not begun is at place 0, too.
-        timeline, started = self._record.timeline, self._record.started
-        last = timeline[-1].end if timeline else started
+        last = self._last_action
         buffers = (self._unread, self._activations, self._adjoints, self._outgoing)
         held = {id(tensor): tensor.nbytes for buffer in buffers for tensor in list(buffer.values())}
         held |= {id(tensor): tensor.nbytes for segment in self._segments.values() for tensor in segment.held()}

@@ -129,7 +129,14 @@ class Guard:
 
     def decide(self, *, step: int) -> Finding | bool:
         """Whether to update (True), or skip: then False, or what was found on this rank. Raises if it is to stop."""
-        finding = None if self._is_finite() else self.find()
+        is_bad = self._is_bad()
+        anywhere = is_bad
+        if self.may_skip and self._agree is not None:
+            anywhere = is_bad.clone()
+            self._agree(anywhere)
+        # The one time in a step that this thread waits for its device: for both at once.
+        is_bad_here, has_overflowed = map(bool, torch.stack([is_bad, anywhere]).tolist())
+        finding = self.find() if is_bad_here else None
         # A loss scale makes gradients overflow now and then; forward values it does not touch.
         is_overflow = finding is not None and finding.what in ("adjoint", "gradient") and self._can_blame_scale
         if finding is not None and self.policy == "stop" and not is_overflow:
@@ -137,10 +144,6 @@ class Guard:
         self._sights, self._sums = [], []
         if not self.may_skip:
             return True
-        is_bad = torch.tensor(float(finding is not None), device=self._device)
-        if self._agree is not None:
-            self._agree(is_bad)
-        has_overflowed = bool(is_bad)
         if self.scale is not None:
             self.scale.update(has_overflowed=has_overflowed)
         if not has_overflowed:
@@ -156,8 +159,11 @@ class Guard:
     def _can_blame_scale(self) -> bool:
         return self.scale is not None and not self.scale.is_smallest
 
-    def _is_finite(self) -> bool:
-        return not self._sums or math.isfinite(float(torch.stack(self._sums).sum()))
+    def _is_bad(self) -> Tensor:
+        """1 if a number that this rank has seen is not finite, else 0; unread."""
+        if not self._sums:
+            return torch.zeros((), device=self._device)
+        return (~torch.stack(self._sums).sum().isfinite()).float()
 
     def state_dict(self) -> dict[str, Any]:
         """What a run that goes on needs."""

@@ -20,7 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from mpc_dist.runtime.interface import find_interface, find_loopback
 from mpc_dist.runtime.meeting import meet
-from mpc_dist.runtime.watch import PeerError, Watch
+from mpc_dist.runtime.watch import DeviceWaits, PeerError, Watch
 
 
 @dataclass(frozen=True)
@@ -132,13 +132,25 @@ def check_world(launch: Launch, *, num_stages: int, num_replicas: int) -> None:
 
 
 def build_mesh(
-    launch: Launch, *, num_stages: int, num_replicas: int = 1, device_type: str = "cpu", timeout: timedelta
+    launch: Launch,
+    *,
+    num_stages: int,
+    num_replicas: int = 1,
+    device_type: str = "cpu",
+    timeout: timedelta,
+    watch: Watch | None = None,
 ) -> Mesh:
-    """Join the process group, if there is more than one process, and find this rank's place in it."""
+    """Join the process group, if there is more than one process, and find this rank's place in it.
+
+    Whom it waits for meanwhile can be read in `watch`.
+    """
     check_world(launch, num_stages=num_stages, num_replicas=num_replicas)
     device = use_device(launch, device_type)
+    watch = watch or Watch(launch.rank)
+    if device.type == "cuda":
+        watch.device = DeviceWaits()
     if launch.world_size == 1:
-        return Mesh(0, 1, 0, 1, device, (0,))
+        return Mesh(0, 1, 0, 1, device, (0,), watch=watch)
     join(launch, device.type, timeout.total_seconds())
     stage, replica = divmod(launch.rank, num_replicas)
     # Every process makes every group, in the same order, as torch requires. A device mesh's groups would wait for half
@@ -152,11 +164,14 @@ def build_mesh(
         return own
 
     edges: dict[int, Edge] = {}
-    for lower, upper in (pair for column in columns for pair in pairwise(column)):
-        downward, upward = (dist.new_group([lower, upper], timeout=timeout) for _ in range(2))
-        if launch.rank in (lower, upper):
-            peer = upper if launch.rank == lower else lower
-            edges[peer] = Edge(peer, downward, upward)
+    with watch.waiting(None, "the making of groups"):
+        for lower, upper in (pair for column in columns for pair in pairwise(column)):
+            downward, upward = (dist.new_group([lower, upper], timeout=timeout) for _ in range(2))
+            if launch.rank in (lower, upper):
+                peer = upper if launch.rank == lower else lower
+                edges[peer] = Edge(peer, downward, upward)
+        stages, replicas = own_group(columns), own_group(rows) if num_replicas > 1 else None
+        background = dist.new_group(backend="gloo", timeout=timeout)
     mesh = Mesh(
         stage,
         num_stages,
@@ -166,11 +181,11 @@ def build_mesh(
         tuple(s * num_replicas + replica for s in range(num_stages)),
         before=edges.get(launch.rank - num_replicas),
         after=edges.get(launch.rank + num_replicas),
-        stages=own_group(columns),
-        replicas=own_group(rows) if num_replicas > 1 else None,
-        background=dist.new_group(backend="gloo", timeout=timeout),
+        stages=stages,
+        replicas=replicas,
+        background=background,
         timeout=timeout,
-        watch=Watch(launch.rank),
+        watch=watch,
     )
     _connect_neighbours(mesh)
     return mesh

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,9 +22,15 @@ class MicroBatches:
     """How many labels count in each, or what the loss says that they weigh."""
 
     def to(self, device: torch.device) -> "MicroBatches":
-        """The same on that device."""
-        inputs, labels = ([part.to(device) for part in parts] for parts in (self.inputs, self.labels))
+        """The same on that device; to a GPU each micro-batch is copied while this thread and the device go on."""
+        inputs, labels = ([_move(part, device) for part in parts] for parts in (self.inputs, self.labels))
         return MicroBatches(self.number, inputs, labels, self.counts)
+
+
+def _move(part: Tensor, device: torch.device) -> Tensor:
+    # From pages that may be swapped out, a copy would be waited for.
+    is_far = part.device.type == "cpu" != device.type
+    return part.pin_memory().to(device, non_blocking=True) if is_far else part.to(device)
 
 
 class Shares:
@@ -39,23 +44,22 @@ class Shares:
         self,
         counts: Sequence[float],
         num_replicas: int = 1,
-        sum_up: Callable[[Tensor], Callable[[], Any]] | None = None,
+        sum_up: Callable[[float], Callable[[], Tensor]] | None = None,
     ) -> None:
-        """`sum_up` begins to sum a tensor over the replicas in place; what it returns waits for that."""
+        """`sum_up` begins to sum a number over the replicas; what it returns waits for the sum and gives it."""
         self.counts = counts
         self._num_replicas = num_replicas
-        self._total: float | Tensor = sum(counts)
-        self._wait: Callable[[], Any] | None = None
-        if sum_up is not None:
-            self._total = torch.tensor(self._total, dtype=torch.float64)
-            self._wait = sum_up(self._total)
+        own = float(sum(counts))
+        self._total: float | Tensor = own
+        self._wait = None if sum_up is None else sum_up(own)
 
-    def of(self, microbatch: int) -> float:
-        """Of a micro-batch in which labels count."""
+    def of(self, microbatch: int) -> float | Tensor:
+        """Of a micro-batch in which labels count; over replicas a float64 on their device, which nobody reads."""
         if self._wait is not None:
-            self._wait()
-            self._wait, self._total = None, float(self._total)
-        return self.counts[microbatch] * self._num_replicas / float(self._total)
+            self._total, self._wait = self._wait(), None
+        own = self.counts[microbatch] * self._num_replicas
+        # A number divided by a tensor would be multiplied by its reciprocal.
+        return torch.full_like(self._total, own) / self._total if isinstance(self._total, Tensor) else own / self._total
 
 
 def cut(

@@ -17,6 +17,7 @@ from mpc_dist.profile.unchanged import unchanged
 from mpc_dist.readout import Loss, Shared
 from mpc_dist.runtime import state
 from mpc_dist.runtime.angle_probe import probe_angles
+from mpc_dist.runtime.clock import clock_of
 from mpc_dist.runtime.description import receive_description, send_description
 from mpc_dist.runtime.executor import StepRecord
 from mpc_dist.runtime.groups import add_parameters
@@ -131,6 +132,7 @@ class Pipeline:
         self._stage: Stage | None = None
         self._microbatch_size = 0
         self._transport: DistributedTransport | None = None
+        self._loaded: tuple[Tensor | None, Tensor | None, MicroBatches] | None = None
         mesh.watch.describe = self.describe
 
     @property
@@ -273,18 +275,25 @@ class Pipeline:
         """Learn the messages' shapes from a batch and build the stage, which the first step does otherwise."""
         self._prepare(inputs, labels)
 
-    def step(self, inputs: Tensor | None, labels: Tensor | None) -> StepResult:
+    def step(
+        self, inputs: Tensor | None, labels: Tensor | None, *, meanwhile: Callable[[], None] | None = None
+    ) -> StepResult:
         """One optimizer step. Every stage of a replica gives the same batch; what a rank does not need may be None.
 
-        Modules run in the modes that they are in.
+        Modules run in the modes that they are in. `meanwhile` is called when all but the update is under way.
         """
         batch = self._prepare(inputs, labels)
+        self._loaded = None
         self.mesh.watch.phase = "training"
         with undisturbed(self.mesh.device), self._options.precision.step_scope(self.mesh.device):
-            self.stage.start_step(batch, self._weigh(batch))
+            self.stage.start_step(batch, self._weigh(batch), meanwhile)
             record = self.stage.run()
         assert record is not None
         return StepResult(record, self.layout)
+
+    def load(self, inputs: Tensor | None, labels: Tensor | None) -> None:
+        """Begin to copy the batch of the next step to the device: `step` is then given the same tensors."""
+        self._loaded = inputs, labels, self._cut(inputs, labels)
 
     def evaluate(
         self, inputs: Tensor | None, labels: Tensor | None, *, num_samples: int | None = None
@@ -315,15 +324,15 @@ class Pipeline:
         if mesh.replicas is None or not batch.counts:
             return Shares(batch.counts)
 
-        def sum_up(total: Tensor) -> Callable[[], None]:
-            there = total.to(mesh.device)
-            work = dist.all_reduce(there, group=mesh.replicas, async_op=True)
+        def sum_up(count: float) -> Callable[[], Tensor]:
+            total = torch.full((), count, dtype=torch.float64, device=mesh.device)
+            work = dist.all_reduce(total, group=mesh.replicas, async_op=True)
             assert work is not None
 
-            def wait() -> None:
+            def wait() -> Tensor:
                 with mesh.watch.waiting(mesh.replicas, "the replicas' number of labels"):
                     work.wait()
-                total.copy_(there)
+                return total
 
             return wait
 
@@ -343,6 +352,7 @@ class Pipeline:
         self.close()
         before, head_before = self._stage, self._shared_head
         self._costs = None  # they were of other segments
+        self._loaded = None  # other ranks may read losses
         partition = [len(self.layout.stage_blocks(rank)) for rank in range(self.layout.num_ranks)]
         self.layout = lay_out(windows, partition)
         self.schedule = build_schedule(self.layout, self.schedule.num_microbatches, split=self._split, cap=self._cap)
@@ -364,7 +374,7 @@ class Pipeline:
         Every rank calls it with the same batches and gets the whole profile. Readouts that training does not use are
         built for it, with their initial weights.
         """
-        parts = [self._prepare(*batch) for batch in batches]
+        parts = [self._prepare(*batch, is_probe=True) for batch in batches]
         needed = {s for readouts in needed_readouts(self.layout.blocks[-1].stop, windows) for s in readouts}
         ends = sorted(needed & set(range(min(self._blocks) + 1, max(self._blocks) + 2)))
         readouts = {s: self._readouts[s] if s in self._readouts else self._build_extra_readout(s) for s in ends}
@@ -400,8 +410,21 @@ class Pipeline:
             self.close()
         leave(has_failed=kind is not None)
 
-    def _prepare(self, inputs: Tensor | None, labels: Tensor | None, *, number: int | None = None) -> MicroBatches:
-        """This rank's part of a batch, cut into micro-batches of a step, or into so many of a step's size."""
+    def _prepare(
+        self, inputs: Tensor | None, labels: Tensor | None, *, number: int | None = None, is_probe: bool = False
+    ) -> MicroBatches:
+        """This rank's part of a batch on its device, in micro-batches of a step, or in so many of a step's size."""
+        if self._loaded is not None and self._loaded[0] is inputs and self._loaded[1] is labels and not is_probe:
+            batch = self._loaded[2]
+        else:
+            batch = self._cut(inputs, labels, number=number, is_probe=is_probe)
+        if self._stage is None:
+            self._stage = self._connect(batch)
+        return batch
+
+    def _cut(
+        self, inputs: Tensor | None, labels: Tensor | None, *, number: int | None = None, is_probe: bool = False
+    ) -> MicroBatches:
         for given, is_needed, what in ((inputs, self.needs_inputs, "inputs"), (labels, self.needs_labels, "labels")):
             if given is None and is_needed:
                 raise ValueError(f"stage {self.mesh.stage} needs a batch's {what}, got None; see needs_{what}")
@@ -411,10 +434,10 @@ class Pipeline:
             number or self.schedule.num_microbatches,
             self._loss,
             size=None if number is None else self._microbatch_size,
-        ).to(self.mesh.device)
-        if self._stage is None:
-            self._stage = self._connect(batch)
-        return batch
+        )
+        if not self.needs_labels and not is_probe:  # angles are measured at readouts that training may not use
+            batch = replace(batch, labels=(), counts=())
+        return batch.to(self.mesh.device)
 
     def _boundaries(self) -> list[int]:
         """Where this rank's segments end in a readout."""
@@ -486,11 +509,11 @@ class Pipeline:
         mesh = self.mesh
         readouts = {s: self._readouts[s] for s in self._boundaries()}
 
-        def sum_over_stages(value: Tensor) -> None:
-            there = value.to(mesh.device)  # that of a stage without weights is not there yet
+        def sum_over_stages(value: float | Tensor) -> Tensor:
+            total = value if isinstance(value, Tensor) else torch.full((), value, device=mesh.device)
             with mesh.watch.waiting(mesh.stages, "the norm of all gradients"):
-                dist.all_reduce(there, group=mesh.stages)
-            value.copy_(there)
+                dist.all_reduce(total, group=mesh.stages)
+            return total
 
         def go_on(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
             if before is None or before.optimizer is None:
@@ -508,7 +531,7 @@ class Pipeline:
             transport=transport,
             optimizer=go_on,
             options=self._options,
-            reducer=AllReduceReducer(mesh.replicas, mesh.watch) if mesh.replicas is not None else None,
+            reducer=self._build_reducer(),
             sharding=self._shard if self._zero is not None else None,
             shared_head=self._shared_head,
             sum_over_stages=sum_over_stages if mesh.stages is not None else None,
@@ -518,6 +541,13 @@ class Pipeline:
         if before is not None:
             stage.randomness.step = before.randomness.step
         return stage
+
+    def _build_reducer(self) -> AllReduceReducer | None:
+        mesh = self.mesh
+        if mesh.replicas is None:
+            return None
+        clock = clock_of(mesh.device) if self._options.record_times else None
+        return AllReduceReducer(mesh.replicas, mesh.watch, clock)
 
     def _shard(self, optimizer: torch.optim.Optimizer, modules: nn.Module) -> ZeroOptimizer:
         assert self._zero is not None

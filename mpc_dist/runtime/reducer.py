@@ -4,7 +4,6 @@ Every replica sends the same buckets in the same order, whatever its part of the
 gradient here counts as zero; one that has a gradient on no replica keeps none, as in one process with the whole batch.
 """
 
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from mpc_dist.precision import gradient_bytes, gradient_type
+from mpc_dist.runtime.clock import Clock, Moment
 from mpc_dist.runtime.watch import Watch
 
 FIRST_BUCKET_BYTES = 1 << 20
@@ -32,6 +32,10 @@ class Reduction:
     """When it was waited for and there."""
     size: int
     """Bytes."""
+
+
+Travel = tuple[Moment, Moment, int]
+"""The same, before anybody has read a clock."""
 
 
 class _Bucket:
@@ -72,16 +76,18 @@ class _Bucket:
 class AllReduceReducer:
     """Asynchronous all-reduces of buckets, each started when its gradients and those of all before it are complete."""
 
-    def __init__(self, group: dist.ProcessGroup, watch: Watch) -> None:
+    def __init__(self, group: dist.ProcessGroup, watch: Watch, clock: Clock | None = None) -> None:
+        """With a clock, it tells when buckets travelled."""
         self._group = group
         self._watch = watch
+        self._clock = clock
         self._num_replicas = dist.get_world_size(group)
         self._layouts: dict[tuple[int, ...], list[_Bucket]] = {}
         self._waiting: list[_Bucket] | None = None
         """What was announced and has not been started, in order; None: nothing was announced."""
         self._bucket_of: dict[int, _Bucket] = {}
         self._hooks: list[RemovableHandle] = []
-        self._under_way: list[tuple[_Bucket, dist.Work, float]] = []
+        self._under_way: list[tuple[_Bucket, dist.Work, Moment]] = []
 
     def expect(self, parameters: Sequence[nn.Parameter], coming: Sequence[nn.Parameter]) -> None:
         """The next backward makes the last gradients of those `coming`, one each; the others' are complete."""
@@ -106,13 +112,14 @@ class AllReduceReducer:
         self._start_complete()
         self._waiting, self._hooks, self._bucket_of = None, [], {}
 
-    def finish(self) -> list[Reduction]:
+    def finish(self) -> list[Travel]:
         """Wait for all of them and put the averages in place; when each bucket travelled."""
-        done: list[Reduction] = []
+        done: list[Travel] = []
         for bucket, work, start in self._under_way:
             with self._watch.waiting(self._group, "the average of the replicas' gradients"):
                 work.wait()
-            done.append(Reduction(start, time.perf_counter(), bucket.buffer.nbytes))
+            if self._clock is not None:
+                done.append((start, self._clock.now(), bucket.buffer.nbytes))
             bucket.buffer /= self._num_replicas
             bucket.empty()
         self._under_way.clear()
@@ -140,7 +147,7 @@ class AllReduceReducer:
         while self._waiting and not self._waiting[0].num_coming:
             bucket = self._waiting.pop(0)
             bucket.fill()
-            start = time.perf_counter()
+            start = None if self._clock is None else self._clock.now()
             work = dist.all_reduce(bucket.buffer, group=self._group, async_op=True)
             assert work is not None
             self._under_way.append((bucket, work, start))

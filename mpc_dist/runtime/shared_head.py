@@ -52,7 +52,7 @@ class SharedHead:
             work.wait()
         except RuntimeError as error:
             raise self._watch.give_up(wait, error, f"waiting for {what}") from error
-        self._watch.wait = None
+        self._watch.end(wait)
         if self._rank != self._source:
             self.seconds_waiting += time.perf_counter() - wait.since
             parts = torch.split(flat, [tensor.numel() for tensor in self._tensors])

@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from mpc_dist.precision import FULL, Precision, gradients_as_weights, sum_in_float32
 from mpc_dist.readout import Loss, Shared
+from mpc_dist.runtime.clock import clock_of
 from mpc_dist.runtime.executor import Executor, StepRecord
 from mpc_dist.runtime.guard import Guard, Policy
 from mpc_dist.runtime.loss_scale import LossScale
 from mpc_dist.runtime.microbatch import MicroBatches, Shares
 from mpc_dist.runtime.randomness import Randomness, list_generators
-from mpc_dist.runtime.reducer import Reduction
+from mpc_dist.runtime.reducer import Travel
 from mpc_dist.runtime.score import Score
 from mpc_dist.runtime.segment import Scope, Segment
 from mpc_dist.runtime.shared_head import SharedHead
@@ -39,7 +40,7 @@ class Reducer(Protocol):
     def start(self, parameters: Sequence[nn.Parameter]) -> None:
         """These gradients are complete on this replica."""
 
-    def finish(self) -> Sequence[Reduction]:
+    def finish(self) -> Sequence[Travel]:
         """Every started gradient is now the replicas' average; how its way to them went."""
 
 
@@ -84,7 +85,7 @@ class Stage:
         reducer: Reducer | None = None,
         sharding: Sharding | None = None,
         shared_head: SharedHead | None = None,
-        sum_over_stages: Callable[[Tensor], None] | None = None,
+        sum_over_stages: Callable[[float | Tensor], Tensor] | None = None,
         replica: int = 0,
         guard: Guard | None = None,
     ) -> None:
@@ -105,6 +106,7 @@ class Stage:
         scale = None if options.loss_scale is None else replace(options.loss_scale)
         self.guard = Guard(options.on_nonfinite, scale) if guard is None else guard
         self._kept_buffers: list[Tensor] = []
+        self._meanwhile: Callable[[], None] | None = None
         self._sum_over_stages = sum_over_stages
         self.parameters = [p for _, p in self.named_parameters() if p.requires_grad]
         sum_in_float32(self.parameters)
@@ -124,7 +126,7 @@ class Stage:
             on_last_backward=self._expect_gradients,
             on_segment_done=self._reduce,
             on_update=self._update,
-            record_times=options.record_times,
+            clock=clock_of(self._device) if options.record_times else None,
             guard=self.guard,
         )
 
@@ -135,9 +137,15 @@ class Stage:
                 for name, parameter in module.named_parameters():
                     yield f"{kind}.{index}.{name}", parameter
 
-    def start_step(self, batch: MicroBatches, shares: Shares | None = None) -> None:
-        """Begin a step on these micro-batches; their shares follow from them unless there are replicas."""
+    def start_step(
+        self, batch: MicroBatches, shares: Shares | None = None, meanwhile: Callable[[], None] | None = None
+    ) -> None:
+        """Begin a step on these micro-batches; their shares follow from them unless there are replicas.
+
+        `meanwhile` is called before the update, for which this thread may have to wait.
+        """
         self._await_head()
+        self._meanwhile = meanwhile
         if self.guard.may_skip:
             # Batch norm's statistics of a step that comes to nothing must not stay.
             self._kept_buffers = [buffer.clone() for buffer in self._buffers()]
@@ -177,9 +185,13 @@ class Stage:
                 self.transport.send(Action(Op.SEND_ACTIVATION, last, microbatch), state)
         yield scores
 
-    def _scope(self) -> Scope:
+    @property
+    def _device(self) -> torch.device:
         # Of any parameter: a stage may be frozen and still drop features.
-        device = next((p.device for _, p in self.named_parameters()), torch.device("cpu"))
+        return next((p.device for _, p in self.named_parameters()), torch.device("cpu"))
+
+    def _scope(self) -> Scope:
+        device = self._device
         self.randomness.generators = list_generators(device)
         precision, begin = self._options.precision, self.randomness.begin
 
@@ -217,8 +229,10 @@ class Stage:
             self._reducer.start(self.segments[index].parameters)
 
     def _update(self, record: StepRecord) -> None:
+        if self._meanwhile is not None:
+            self._meanwhile()
         if self._reducer is not None:
-            record.reductions = [*self._reducer.finish()]
+            record.travels = [*self._reducer.finish()]
         # Gradients have the factor of this step, which the decision may change for the next.
         factor = 1.0 if self.guard.scale is None else 1 / self.guard.scale.value
         decision = self.guard.decide(step=self.randomness.step + 1) if self.guard.is_on else True
@@ -273,8 +287,8 @@ class Stage:
             return
         # A stage without weights takes part with a norm of zero.
         # In float32 everywhere: stages that DeepSpeed updates sum theirs so, in the same message.
-        squares = torch.stack([gradient.float().square().sum() for gradient in gradients] or [torch.zeros(())]).sum()
-        self._sum_over_stages(squares)
+        own = [gradient.float().square().sum() for gradient in gradients]
+        squares = self._sum_over_stages(torch.stack(own).sum() if own else 0.0)
         torch.nn.utils.clip_grads_with_norm_(self.parameters, max_norm, squares.sqrt())
 
 

@@ -115,7 +115,7 @@ be freed) waits for it: so none is posted before its message is needed, when all
 
 def manners_of(device: torch.device) -> Manners:
     """Those of the backend that a device's tensors travel by."""
-    return NCCL if device.type == "cuda" else GLOO
+    return GLOO if device.type == "cpu" else NCCL
 
 
 @dataclass(frozen=True)
@@ -279,7 +279,7 @@ class DistributedTransport:
                 work.wait()  # the device does, and goes on with what needs no message
         except RuntimeError as error:
             raise self._watch.give_up(wait, error, f"{wait.what} (micro-batch {action.microbatch})") from error
-        self._watch.wait = None
+        self._watch.end(wait)
         waited = time.perf_counter() - wait.since
         self.waiting_for[channel.peer] = self.waiting_for.get(channel.peer, 0.0) + waited
 

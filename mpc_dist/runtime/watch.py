@@ -4,11 +4,13 @@ Every wait for another rank goes through here or through the transport. It costs
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 
 
@@ -29,6 +31,59 @@ class Wait:
     """Whether it ended because a connection was closed: the peer is gone, not slow."""
 
 
+class Mark(Protocol):
+    """What is used of a `torch.cuda.Event` that was recorded."""
+
+    def query(self) -> bool:
+        """Whether the device has come to it; asks, and does not wait."""
+
+
+def make_cuda_mark() -> Mark:
+    """One behind all that this thread has given its device."""
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+@dataclass
+class _Given:
+    wait: Wait
+    mark: Mark
+    is_done: bool = False
+
+
+class DeviceWaits:
+    """The waits for other ranks that a device was given. The host has gone on, and learns of a stuck one when it reads.
+
+    So that another thread can tell where the device is, each leaves a mark behind it.
+    """
+
+    def __init__(self, make_mark: Callable[[], Mark] = make_cuda_mark) -> None:
+        self._make_mark = make_mark
+        self._given: deque[_Given] = deque()
+        self._next: _Given | None = None
+        self.present: Wait | None = None
+        """Where the device was at the last look, since when it has been seen there."""
+
+    def add(self, wait: Wait) -> None:
+        """The device has been told to wait."""
+        while self._given and (self._given[0].is_done or self._given[0].mark.query()):
+            self._given.popleft()
+        self._given.append(_Given(wait, self._make_mark()))
+
+    def look(self) -> None:
+        """Ask the device where it is; for a thread of its own, as a driver might not answer."""
+        for given in list(self._given):
+            if given.is_done:
+                continue
+            if given is not self._next:
+                self._next, self.present = given, Wait(given.wait.peers, given.wait.what)
+            if not given.mark.query():
+                return
+            given.is_done = True
+        self._next = self.present = None
+
+
 @dataclass
 class Watch:
     """One rank's present state."""
@@ -40,6 +95,19 @@ class Watch:
     """Stays as it was when a wait fails, so that it can be told afterwards."""
     describe: Callable[[], dict[str, Any]] = field(default=dict)
     """More of the state: step, action, buffers."""
+    device: DeviceWaits | None = None
+    """None: this thread itself waits for other ranks."""
+
+    @property
+    def present(self) -> Wait | None:
+        """The wait that this rank is in: this thread's own, or the one that its device is at."""
+        return self.wait or (self.device.present if self.device is not None else None)
+
+    def end(self, wait: Wait) -> None:
+        """This thread need not wait any more; its device may have to."""
+        self.wait = None
+        if self.device is not None:
+            self.device.add(wait)
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -62,7 +130,7 @@ class Watch:
             yield
         except RuntimeError as error:
             raise self.give_up(wait, error, f"waiting for ranks {', '.join(map(str, wait.peers))} at {what}") from error
-        self.wait = None
+        self.end(wait)
 
     def give_up(self, wait: Wait, error: RuntimeError, doing: str) -> PeerError:
         """The error of a wait that failed, and the wait as others should see it."""

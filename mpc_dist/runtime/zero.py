@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mpc_dist.runtime.reducer import Reduction
+from mpc_dist.runtime.reducer import Travel
 from mpc_dist.runtime.state import Fragment
 
 BUCKET_ELEMENTS = 5_000_000
@@ -230,7 +230,7 @@ class ZeroOptimizer:
         if self._zero.partition_gradients:
             self._zero.reduce_ipg_grads()
 
-    def finish(self) -> Sequence[Reduction]:
+    def finish(self) -> Sequence[Travel]:
         """Reduce what still waits in a bucket, and lay this rank's part of the gradients out for the update."""
         self._zero.setup_buckets()
         self._zero.overlapping_partition_gradients_reduce_epilogue()

@@ -28,7 +28,7 @@ class Feed(Iterator[Part]):
         self._peeked: deque[Part] = deque(maxlen=1)
 
     def peek(self) -> Part:
-        """The next part, which stays the next."""
+        """The next part, read if it has not been, which stays the next."""
         if not self._peeked:
             self._peeked.append(next(self._parts))
         return self._peeked[0]

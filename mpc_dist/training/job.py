@@ -18,6 +18,7 @@ from mpc_dist.runtime.preemption import Preemption
 from mpc_dist.runtime.pulse import blame_silent
 from mpc_dist.runtime.score import Score
 from mpc_dist.runtime.stage import StageOptions
+from mpc_dist.runtime.watch import Watch
 from mpc_dist.runtime.zero import ZeroSettings, check_settings
 from mpc_dist.schedule import Costs, lay_out
 from mpc_dist.training.attempt import note_begun
@@ -99,18 +100,26 @@ class _Job:
 
     def run(self) -> dict[int, Score]:
         """Connect this rank to the others, and train."""
+        launch, watch = self.launch, Watch(self.launch.rank)
+        folder, timeout = Path(self.config.training.folder), self.config.parallel.timeout
+        watcher = Watcher(watch, launch.rank, launch.world_size, folder, timeout=timeout)
+        try:
+            return self._run(watch, watcher)
+        finally:
+            watcher.close()
+
+    def _run(self, watch: Watch, watcher: Watcher) -> dict[int, Score]:
         config, launch = self.config, self.launch
         mesh = build_mesh(
             launch,
             num_stages=config.parallel.stages,
             num_replicas=config.data_parallel.degree,
             device_type=config.torch_device.type,
-            timeout=timedelta(seconds=config.parallel.timeout),
+            timeout=self.timeout,  # the watcher is first to notice a wait that is too long
+            watch=watch,
         )
+        mesh = mesh.with_timeout(self.timeout)  # so does the group that all have joined
         set_tf32(mesh.device, is_allowed=config.training.tf32)
-        folder = Path(config.training.folder)
-        watcher = Watcher(mesh, launch.rank, launch.world_size, folder, timeout=config.parallel.timeout)
-        mesh = mesh.with_timeout(self.timeout)  # from here on the watcher is first to notice a wait that is too long
         saved = self.resume.choose(mesh)
         is_continued = saved is not None and self.resume.is_own(saved)
         note_begun(config, launch)
@@ -124,7 +133,7 @@ class _Job:
                 config.tracking,
                 rank=launch.rank,
                 num_ranks=launch.world_size,
-                folder=folder,
+                folder=Path(config.training.folder),
                 draw=None if self.draw is None else partial(self.draw, config, self.costs),
                 is_resumed=is_continued,
             )
@@ -146,8 +155,6 @@ class _Job:
             if launch.world_size == 1 or isinstance(error, RankError):
                 raise
             raise RankError(watcher.explain(error)) from error
-        finally:
-            watcher.close()
 
     def _build_pipeline(self, mesh: Mesh, growing: GrowingHorizon | None) -> Pipeline:
         config, parts, parallel, training = self.config, self.parts, self.config.parallel, self.config.training

@@ -95,6 +95,8 @@ class Loop:
         )
         self._save_failure: str | None = None
         self._busy: deque[float] = deque(maxlen=MOST_STEPS)
+        self._unread: deque[StepRecord] = deque(maxlen=MOST_STEPS)
+        """Of steps whose times nobody has read: reading them off a device waits for it."""
         self._rank = launch.rank
         self._listener = journal.put
         self._preemption = preemption
@@ -148,6 +150,7 @@ class Loop:
             scores = self._evaluate(last)
         self._saver.wait()
         self._report_saves()
+        self._read_times()
         pace = Pace(
             self._rank,
             statistics.median(self._busy) if self._busy else 0.0,
@@ -281,15 +284,15 @@ class Loop:
             # What a schedule holds does not change from step to step: it is counted once.
             given = [value for value in (part.inputs, part.labels) if value is not None]
             with SavedBytes([*self._pipeline.named_parameters().values(), *given]) as saved:
-                result = self._run_step(part)
+                result = self._run_step(step, part)
             extra |= {"live_bytes": saved.peak, "rank_bytes": saved.peak + self._pipeline.fixed_bytes}
         else:
-            result = self._run_step(part)
+            result = self._run_step(step, part)
         seconds = time.perf_counter() - start
         self._rate.step()
         record = result.record
         if not is_first:
-            self._busy.append(record.busy_seconds)
+            self._unread.append(record)
         if record.is_skipped:
             found = None if record.finding is None else vars(record.finding)
             self._metrics.write(event="skipped", step=step, finding=found, **self._pipeline.guard.state_dict())
@@ -301,14 +304,15 @@ class Loop:
             self._end_epoch()
         if is_first or step % self._config.training.log_every == 0:
             losses, num_labels = average_over_replicas(self._mesh, result)
+            self._read_times()
             self._metrics.write(
                 event="step",
                 step=step,
                 losses=losses,
                 num_labels=num_labels,
-                step_seconds=seconds,
+                step_seconds=max(seconds, record.seconds),
                 seconds_waiting_for_data=waited,
-                samples_per_second=self._config.batch_size * self._mesh.num_replicas / seconds,
+                samples_per_second=self._config.batch_size * self._mesh.num_replicas / max(seconds, record.seconds),
                 bubble=measure_bubble(record),
                 busy_seconds=record.busy_seconds,
                 skipped_steps=self._pipeline.guard.num_skipped,
@@ -321,9 +325,19 @@ class Loop:
             reductions = [(reduction.start, reduction.end, reduction.size) for reduction in result.record.reductions]
             self._metrics.write(event="timeline", step=step, actions=actions, reductions=reductions)
 
-    def _run_step(self, part: Part) -> StepResult:
+    def _read_times(self) -> None:
+        self._busy.extend(record.busy_seconds for record in self._unread)
+        self._unread.clear()
+
+    def _run_step(self, step: int, part: Part) -> StepResult:
+        def load_next() -> None:
+            coming = self._feed.peek()
+            self._pipeline.load(coming.inputs, coming.labels)
+
+        # A device has work to go on with while this thread reads; on the CPU it is this thread that works.
+        has_time = self._mesh.device.type != "cpu" and step < self._config.training.steps
         try:
-            return self._pipeline.step(part.inputs, part.labels)
+            return self._pipeline.step(part.inputs, part.labels, meanwhile=load_next if has_time else None)
         except NonFiniteError:
             self._saver.wait()  # the last good checkpoint may still be on its way to the disk
             raise
@@ -382,6 +396,4 @@ def average_over_replicas(mesh: Mesh, result: StepResult) -> tuple[dict[int, flo
 
 def measure_bubble(record: StepRecord) -> float:
     """The share of a step in which its rank neither computed nor updated."""
-    if not record.timeline:
-        return 0.0
-    return max(0.0, 1 - record.busy_seconds / (record.timeline[-1].end - record.started))
+    return max(0.0, 1 - record.busy_seconds / record.seconds) if record.seconds else 0.0

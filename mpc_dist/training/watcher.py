@@ -9,15 +9,16 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from rich.console import Console
+from torch.distributed.distributed_c10d import Store
 
-from mpc_dist.runtime.mesh import Mesh
-from mpc_dist.runtime.watch import PeerError
+from mpc_dist.runtime.lines import default_store
+from mpc_dist.runtime.watch import PeerError, Watch
 from mpc_dist.training.incident import IncidentFolder, RankReport, summarise
 
 PERIOD = 0.5
@@ -42,23 +43,28 @@ class RankError(ValueError):
 class Watcher:
     """Watches over one rank of several; as a context it explains what goes wrong inside."""
 
-    def __init__(self, mesh: Mesh, rank: int, num_ranks: int, folder: Path, *, timeout: float) -> None:
-        """All ranks call it together; `folder` is the run's, `timeout` the seconds after which a wait is a stall."""
-        self._watch = mesh.watch
+    def __init__(self, watch: Watch, rank: int, num_ranks: int, folder: Path, *, timeout: float) -> None:
+        """All ranks call it together; `folder` is the run's, `timeout` the seconds after which a wait is a stall.
+
+        They need to have joined, no more: a rank may be stuck in making a connection.
+        """
+        self._watch = watch
         self._rank = rank
         self._num_ranks = num_ranks
         self._timeout = timeout
-        names = [datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S-%f")]
+        name = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S-%f")
         if num_ranks > 1:
-            with mesh.watch.waiting(None, "the name of the job"):
-                dist.broadcast_object_list(names, src=0)
-        self._incident = IncidentFolder(folder / "stall" / names[0])
+            with watch.waiting(None, "the name of the job"):
+                name = _agree(default_store(), rank, name)
+        self._incident = IncidentFolder(folder / "stall" / name)
         self._has_reported = False
         self._lock = threading.Lock()
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watcher", daemon=True)
+        self._looks = threading.Thread(target=self._look_at_device, name="device", daemon=True)
         if num_ranks > 1:
             self._thread.start()
+            self._looks.start()
 
     def explain(self, error: Exception) -> str:
         """What befell this rank, written down for the others, and who is to blame as far as can be told."""
@@ -91,7 +97,7 @@ class Watcher:
 
     def _run(self) -> None:
         while not self._ends.wait(PERIOD):
-            wait = self._watch.wait
+            wait = self._watch.present
             waited = 0.0 if wait is None else time.perf_counter() - wait.since
             try:
                 with self._lock:
@@ -99,9 +105,16 @@ class Watcher:
             except OSError as problem:
                 _say(f"rank {self._rank}: what it does could not be written down: {problem}")
                 self._has_reported = True
-            if waited > self._timeout + LAST_RESORT and self._watch.wait is wait:
+            if waited > self._timeout + LAST_RESORT and self._watch.present is wait:
                 _say(f"rank {self._rank}: ended by force {waited:.0f} s into a wait: {wait}")
                 os._exit(EXIT_STUCK)
+
+    def _look_at_device(self) -> None:
+        """In a thread of its own, which holds nothing: a driver that is stuck may not answer it."""
+        with suppress(RuntimeError):  # of a device that has failed: the thread that trains will say so
+            while not self._ends.wait(PERIOD):
+                if self._watch.device is not None:
+                    self._watch.device.look()
 
     def _look(self, waited: float) -> None:
         if self._has_reported:
@@ -133,7 +146,7 @@ class Watcher:
             _say(f"{text}\nsee {self._incident.path}")
 
     def _report(self, error: str | None = None) -> RankReport:
-        wait = self._watch.wait if error is None else None
+        wait = self._watch.present if error is None else None
         state = self._describe()
         seconds = state.get("seconds_since_last_action") if wait is None else time.perf_counter() - wait.since
         return RankReport(
@@ -153,6 +166,14 @@ class Watcher:
             return self._watch.describe()
         except RuntimeError as problem:  # the other thread changed what was being read
             return {"unknown": str(problem)}
+
+
+def _agree(store: Store, rank: int, name: str) -> str:
+    """Rank 0's name; without a message, for which a connection would have to be made."""
+    place = store.add(f"mpc_dist/jobs/{rank}", 1)  # one process group may see several jobs
+    if rank == 0:
+        store.set(f"mpc_dist/job/{place}", name)
+    return store.get(f"mpc_dist/job/{place}").decode()
 
 
 def read_stacks() -> dict[str, list[str]]:

@@ -1,4 +1,4 @@
-"""Writes down what a rank's host asks of its device, while the real pipeline runs on gloo.
+"""Writes down what a rank's host asks of its device, while the real pipeline runs on gloo or among stand-ins.
 
 Every call of torch.distributed ends in a method of a process group: these are replaced by ones that take notes. A host
 that reads a value off a device shows in torch's dispatch.
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from tests.nccl.model import Call
 
@@ -76,9 +76,13 @@ class _Work(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+Answer = Callable[[str, Sequence[Any]], Any]
+"""(name of a group's method, its arguments) -> its work, done in the place of other ranks."""
+
+
 @contextmanager
-def recording() -> Iterator[Recording]:
-    """All that this process asks for within."""
+def recording(answer: Answer | None = None) -> Iterator[Recording]:
+    """All that this process asks for within; with an answer, no group is asked."""
     found = Recording()
     methods = {name: dist.ProcessGroup.__dict__[name] for name in ("send", "recv", *COLLECTIVES)}
     new_group = dist.new_group
@@ -90,12 +94,17 @@ def recording() -> Iterator[Recording]:
             kind = {"send": "send", "recv": "receive"}.get(name, "collective")
             peer = found.members[known][arguments[1]] if kind != "collective" else -1
             found.add(Call(kind, number, known, peer, what=name, is_on_host=known in found.on_host))  # type: ignore[arg-type]
-            return RecordedWork(method(group, *arguments, **options), number, found)
+            if answer is None:
+                work = method(group, *arguments, **options)
+            else:
+                with _disable_current_modes():  # what others do is not noted here
+                    work = answer(name, arguments)
+            return RecordedWork(work, number, found)
 
         return call
 
     def make_group(*arguments: Any, backend: str | None = None, **options: Any) -> Any:
-        group = new_group(*arguments, backend=backend, **options)
+        group = new_group(*arguments, backend=backend if answer is None else None, **options)
         if backend == "gloo" and isinstance(group, dist.ProcessGroup):
             found.on_host.add(found.of(group))
         return group

@@ -82,6 +82,7 @@ def hold(rank: int, windows: Windows, num_replicas: int, precision: Precision) -
     )
     for _ in range(2):
         pipeline.step(*draw_batch(precision))
+    pipeline.close()  # what was sent must outlive this function
     return pipeline.fixed_bytes, max(posted), len(pipeline.stage.parameters)
 
 

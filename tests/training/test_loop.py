@@ -13,7 +13,6 @@ import torch
 
 from mpc_dist.runtime.executor import StepRecord
 from mpc_dist.schedule import parse_action
-from mpc_dist.schedule.simulator import Interval
 from mpc_dist.training.config import ConfigParser
 from mpc_dist.training.loop import measure_bubble
 from mpc_dist.training.metrics import MetricsFile, metrics_path, read_metrics
@@ -189,7 +188,7 @@ def test_the_end_of_a_metrics_file_can_be_read_alone(tmp_path: Path):
 def test_the_bubble_is_the_share_of_a_step_without_work():
     assert measure_bubble(StepRecord()) == 0.0
     forward, backward = parse_action("F0.0"), parse_action("B0.0")
-    record = StepRecord(timeline=[Interval(forward, 11.0, 12.0), Interval(backward, 13.0, 14.0)], started=10.0)
+    record = StepRecord(moments=[(forward, 11.0, 12.0), (backward, 13.0, 14.0)], beginning=10.0)
     assert record.busy_seconds == 2.0
     assert measure_bubble(record) == 0.5
     record.started = 13.0  # what another clock might give is no bubble below zero

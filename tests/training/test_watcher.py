@@ -74,7 +74,7 @@ def test_a_headline_is_waited_for_as_long_as_patience_lasts(tmp_path: Path):
 
 def watch_nobody(tmp_path: Path, mesh: Mesh) -> watcher.Watcher:
     """The watcher of rank 0 of two, without the other rank and without its thread."""
-    alone = watcher.Watcher(mesh, 0, 1, tmp_path, timeout=60.0)
+    alone = watcher.Watcher(mesh.watch, 0, 1, tmp_path, timeout=60.0)
     alone._num_ranks = 2
     return alone
 
@@ -122,7 +122,7 @@ def stop_in_a_step(rank: int, folder: Path) -> str | None:
         pipeline.step(inputs, labels)
     dist.barrier()
     pipeline.stage.transport._timeout = timedelta(seconds=3) + watcher.GRACE  # type: ignore[attr-defined]
-    with watcher.Watcher(mesh, rank, 4, folder, timeout=3.0):
+    with watcher.Watcher(mesh.watch, rank, 4, folder, timeout=3.0):
         pipeline.step(inputs, labels)
     return None
 
@@ -185,7 +185,7 @@ def test_ranks_that_do_not_come_are_missed_at_start_up(monkeypatch: pytest.Monke
 def wait_for_ever(rank: int, mesh: Mesh, folder: Path) -> None:
     watcher.LAST_RESORT = 1.0
     mesh.watch.rank = rank
-    with watcher.Watcher(mesh, rank, 2, folder, timeout=0.5):
+    with watcher.Watcher(mesh.watch, rank, 2, folder, timeout=0.5):
         mesh.watch.wait = Wait((1 - rank,), "what never comes")
         threading.Event().wait(60)
 

@@ -93,7 +93,7 @@ def _train(
     num_stages = config.model.num_blocks
     chain = build_whole_chain(config, data.task)
     named = {name: parameter for name, parameter in chain.named_parameters() if parameter.requires_grad}
-    optimizer = build_optimizer(config.optimizer, list(named.values()))
+    optimizer = build_optimizer(config.optimizer, list(named.values()), blocks=chain.blocks)
     batches = Batches(data.train, batch_size=config.batch_size, seed=config.seed)
     tests = read_tests(config, data)
     rule = GrowingHorizon(num_stages)

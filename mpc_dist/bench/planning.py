@@ -60,11 +60,11 @@ def made_up_measurements(num_blocks: int) -> dict[int, Measurements]:
     """Blocks that differ by up to a tenth, as of a transformer 1,024 wide on a GPU, for a batch of 16 samples."""
     spread = np.random.default_rng(0).uniform(0.95, 1.05, num_blocks)
     blocks = [
-        BlockCosts(0.01 * s, 0.01 * s * (t > 0), 0.01 * s, 6e8, 3e7 * (t > 0), 3e7, 5e7 * s)
+        BlockCosts(0.01 * s, 0.01 * s * (t > 0), 0.01 * s, 6e8, 3e7 * (t > 0), 3e7, 5e7 * s, optimizer_bytes=1e8 * s)
         for t, s in enumerate(map(float, spread))
     ]
-    readouts = (ReadoutCosts(0.002, 2e8, 1e6),) * num_blocks
-    whole = Measurements(max(MICROBATCHES), tuple(blocks), readouts, 1e-11, 2.0, "made up")
+    readouts = (ReadoutCosts(0.002, 2e8, 1e6, optimizer_bytes=2e6),) * num_blocks
+    whole = Measurements(max(MICROBATCHES), tuple(blocks), readouts, 1e-11, "made up")
     return {m: whole.cut_into(m) for m in MICROBATCHES}
 
 

@@ -33,6 +33,8 @@ class BlockCosts:
     """Of trained weights."""
     fixed_bytes: float = 0.0
     """Of weights and buffers that are not trained, and of autocast's copies of those that are."""
+    optimizer_bytes: float = 0.0
+    """Of the optimizer's state."""
     message_share: float = 1.0
     """Of the state's bytes, those that travel to the next stage: fewer if it travels in a narrower type."""
 
@@ -54,6 +56,8 @@ class ReadoutCosts:
     """Of a trained head."""
     fixed_bytes: float = 0.0
     """Of weights and buffers that are not trained, and of autocast's copies of those that are."""
+    optimizer_bytes: float = 0.0
+    """Of the optimizer's state."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +71,6 @@ class Measurements:
     """`readouts[s - 1]`: at boundary s."""
     update_seconds_per_byte: float
     """Of the optimizer's step, per byte of trained weights."""
-    optimizer_multiple: float
-    """Bytes of optimizer state per byte of trained weights."""
     source: str
     """How times and bytes were found."""
     gradient_multiple: float = 1.0
@@ -91,10 +93,9 @@ class Measurements:
         """How many blocks the model has (T)."""
         return len(self.blocks)
 
-    @property
-    def bytes_per_weight_byte(self) -> float:
-        """A trained weight, its gradient and its optimizer state."""
-        return 1.0 + self.gradient_multiple + self.optimizer_multiple
+    def lasting_bytes(self, part: BlockCosts | ReadoutCosts) -> float:
+        """Held whatever is in flight: weights, gradients and optimizer state."""
+        return part.parameter_bytes * (1.0 + self.gradient_multiple) + part.optimizer_bytes + part.fixed_bytes
 
     def weight_bytes(self, blocks: Sequence[int], boundaries: Sequence[int]) -> float:
         """Weights, gradients and optimizer state of these blocks and readouts."""
@@ -102,7 +103,7 @@ class Measurements:
             *(self.blocks[t] for t in blocks),
             *(self.readouts[s - 1] for s in boundaries),
         ]
-        return sum(part.parameter_bytes * self.bytes_per_weight_byte + part.fixed_bytes for part in parts)
+        return sum(self.lasting_bytes(part) for part in parts)
 
     def segment_costs(
         self, layout: Layout, *, checkpoint: bool = False, latency: float = 0.0, bandwidth: float = math.inf

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from mpc_dist.planner.measurements import Measurements
+from mpc_dist.planner.measurements import BlockCosts, Measurements, ReadoutCosts
 from mpc_dist.schedule import split_evenly
 from mpc_dist.windows import Windows
 
@@ -194,19 +194,17 @@ class StagePricer:
         return self._at_end([readout.saved_bytes for readout in self.measurements.readouts])
 
     @cached_property
-    def _bytes_per_weight_byte(self) -> float:
-        one = self.measurements
-        return one.bytes_per_weight_byte + self.has_replicas * one.gradient_multiple
-
-    @cached_property
     def _head_bytes(self) -> Matrix:
-        factor = self._bytes_per_weight_byte
-        return self._at_end([r.parameter_bytes * factor + r.fixed_bytes for r in self.measurements.readouts])
+        return self._at_end([self._lasting_bytes(readout) for readout in self.measurements.readouts])
 
     @cached_property
     def _weights(self) -> Matrix:
-        factor = self._bytes_per_weight_byte
-        return _accumulate([b.parameter_bytes * factor + b.fixed_bytes for b in self.measurements.blocks])
+        return _accumulate([self._lasting_bytes(block) for block in self.measurements.blocks])
+
+    def _lasting_bytes(self, part: BlockCosts | ReadoutCosts) -> float:
+        """With the bucket in which gradients go to other replicas."""
+        one = self.measurements
+        return one.lasting_bytes(part) + self.has_replicas * part.parameter_bytes * one.gradient_multiple
 
     @cached_property
     def _held(self) -> Matrix:

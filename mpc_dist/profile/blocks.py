@@ -6,7 +6,8 @@ fake tensors nothing is allocated and nothing runs: bytes are as exact, and time
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,15 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from mpc_dist.gradient import HeldBlock
 from mpc_dist.models.chain import Chain
 from mpc_dist.planner.measurements import BlockCosts, Measurements, ReadoutCosts
-from mpc_dist.precision import FULL, Precision, cast_bytes, gradient_bytes, sum_in_float32
+from mpc_dist.precision import (
+    FULL,
+    Precision,
+    cast_bytes,
+    gradient_bytes,
+    gradient_type,
+    gradients_as_weights,
+    sum_in_float32,
+)
 from mpc_dist.profile.memory import SavedBytes
 from mpc_dist.profile.unchanged import unchanged
 
@@ -75,7 +84,8 @@ def measure_blocks(
             for _ in range(repeats + 1 if flops_per_second is None else 1)
         ]
         timed = rounds[1:] or rounds
-        per_byte, multiple = _time_update(chain, optimizer, clock, is_fake=is_fake)
+        per_byte = _time_update(chain, optimizer, clock, is_fake=is_fake)
+        kept = {part: _count_state(part, optimizer) for part in (*chain.blocks, *chain.readouts.values())}
     for parameter in chain.parameters():
         parameter.grad = None
     blocks, readouts = [], []
@@ -93,16 +103,16 @@ def measure_blocks(
                 state.nbytes,
                 size,
                 fixed + counted.cast[t],
+                kept[block],
                 precision.message_type(state.dtype).itemsize / state.itemsize,
             )
         )
-        size, fixed = _weight_bytes(chain.readouts[str(t + 1)])
-        readouts.append(ReadoutCosts(reading, counted.read[t], size, fixed + counted.cast_to_read[t]))
+        head = chain.readouts[str(t + 1)]
+        size, fixed = _weight_bytes(head)
+        readouts.append(ReadoutCosts(reading, counted.read[t], size, fixed + counted.cast_to_read[t], kept[head]))
     gradients = sum(map(gradient_bytes, trained)) / max(1, sum(parameter.nbytes for parameter in trained))
     how = "counted operations" if flops_per_second is not None else f"measured on {inputs.device.type}"
-    return Measurements(
-        len(inputs), tuple(blocks), tuple(readouts), per_byte, multiple, how, gradients if trained else 1.0
-    )
+    return Measurements(len(inputs), tuple(blocks), tuple(readouts), per_byte, how, gradients if trained else 1.0)
 
 
 class _Counted(NamedTuple):
@@ -186,24 +196,38 @@ def _read(chain: Chain, boundary: int, state: Tensor, labels: Tensor, precision:
     torch.autograd.backward(chain.loss_at(boundary, leaf, labels, precision), inputs=[leaf, *weights])
 
 
-def _time_update(chain: Chain, factory: OptimizerFactory, clock: Clock, *, is_fake: bool) -> tuple[float, float]:
-    """Seconds and bytes of optimizer state per byte of trained weights: on copies, the most of any block or readout."""
-    per_byte, multiple = 0.0, 0.0
-    largest = max(_weight_bytes(block)[0] for block in chain.blocks)
-    for module in (*chain.blocks, *chain.readouts.values()):
-        copies = [nn.Parameter(torch.zeros_like(p)) for p in module.parameters() if p.requires_grad]
-        size = sum(parameter.nbytes for parameter in copies)
-        if not size:
-            continue
-        for parameter in copies:
-            parameter.grad = torch.zeros_like(parameter)
-        optimizer = factory(copies)
-        optimizer.step()
+def _time_update(chain: Chain, factory: OptimizerFactory, clock: Clock, *, is_fake: bool) -> float:
+    """Seconds of the optimizer's step per byte of trained weights, of the largest block."""
+    largest = max(chain.blocks, key=lambda block: _weight_bytes(block)[0])
+    size, _ = _weight_bytes(largest)
+    if not size or is_fake:
+        return 0.0
+    with _updating(largest, factory) as optimizer:
+        return min(clock(optimizer.step) for _ in range(3)) / size
+
+
+def _count_state(part: nn.Module, factory: OptimizerFactory) -> int:
+    """Bytes that the optimizer keeps of a part."""
+    if not any(parameter.requires_grad for parameter in part.parameters()):
+        return 0
+    with _updating(part, factory) as optimizer:
         values = [value for state in optimizer.state.values() for value in state.values()]
-        multiple = max(multiple, sum(value.nbytes for value in values if isinstance(value, Tensor)) / size)
-        if size == largest and not per_byte and not is_fake:
-            per_byte = min(clock(optimizer.step) for _ in range(3)) / size
-    return per_byte, multiple
+        return sum(value.nbytes for value in values if isinstance(value, Tensor))
+
+
+@contextmanager
+def _updating(part: nn.Module, factory: OptimizerFactory) -> Iterator[torch.optim.Optimizer]:
+    """Its optimizer after a step; afterwards the weights are as before."""
+    parameters = [parameter for parameter in part.parameters() if parameter.requires_grad]
+    before = [parameter.detach().clone() for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter, dtype=gradient_type(parameter))
+    optimizer = factory(parameters)
+    with gradients_as_weights(parameters):
+        optimizer.step()
+        yield optimizer
+    for parameter, value in zip(parameters, before, strict=True):
+        parameter.detach().copy_(value)
 
 
 def _weight_bytes(module: nn.Module) -> tuple[int, int]:

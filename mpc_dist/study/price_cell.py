@@ -9,6 +9,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -58,7 +59,7 @@ class PriceCell:
         chain = build_chain(self.model, data.task)
         batch = next(Batches(data.train, batch_size=self.batch_size, seed=0))
         counted = measure_blocks(
-            chain, *batch, lambda parameters: build_optimizer(self.optimizer, parameters), flops_per_second=FLOPS
+            chain, *batch, partial(build_optimizer, self.optimizer, blocks=chain.blocks), flops_per_second=FLOPS
         )
         num_stages = self.windows.num_stages
         scale = self.stage_seconds * num_stages / sum(block.forward for block in counted.blocks)

@@ -50,7 +50,8 @@ class AdaptiveCell(TrainingCell):
         data = self.data.load()
         chain = build_chain(self.model, data.task, readout=self.readout.kind, seed=self.seed)
         # One optimizer of all weights outlives the pipelines; heads that are read no more have no gradient.
-        optimizer = build_optimizer(self.optimizer, [p for p in chain.parameters() if p.requires_grad])
+        trained = [parameter for parameter in chain.parameters() if parameter.requires_grad]
+        optimizer = build_optimizer(self.optimizer, trained, blocks=chain.blocks)
         rate = LearningRate(self.optimizer, optimizer)
         rule = GrowingHorizon(self.num_stages)
         pipeline = self._build(chain, rule.size, optimizer)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Literal
 
@@ -117,7 +118,7 @@ class TrainingCell:
             chain,
             layout,
             build_schedule(layout, 1),
-            optimizer=lambda parameters: build_optimizer(self.optimizer, parameters),
+            optimizer=partial(build_optimizer, self.optimizer, blocks=chain.blocks),
             options=StageOptions(seed=self.seed),
         )
         (stage,) = pipeline.stages

@@ -115,6 +115,11 @@ class Config:
         if zero is None:
             return
         zero.check_clipping(self.training.clip_norm)
+        if self.optimizer.name == "muon":
+            raise ValueError(
+                "optimizer.name muon updates whole matrices, which data_parallel.sharding deepspeed cuts up; use "
+                "adamw, or sharding none"
+            )
         if self.horizon.mode == "adaptive":
             raise ValueError(
                 "horizon.mode adaptive adds readouts while training, which data_parallel.sharding deepspeed cannot "

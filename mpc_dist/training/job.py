@@ -6,6 +6,8 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
+from torch import nn
+
 from mpc_dist.data import Batches, Dataset
 from mpc_dist.models import build_parts
 from mpc_dist.models.block_model import Parts
@@ -158,14 +160,20 @@ class _Job:
 
     def _build_pipeline(self, mesh: Mesh, growing: GrowingHorizon | None) -> Pipeline:
         config, parts, parallel, training = self.config, self.parts, self.config.parallel, self.config.training
+        blocks: list[nn.Module] = []
+
+        def build_block(index: int) -> nn.Module:
+            # In training mode: pretrained parts come in evaluation mode.
+            blocks.append(parts.block(index).to(config.torch_dtype).train())
+            return blocks[-1]
+
         return Pipeline(
             mesh,
             lay_out(windows_now(config, growing), config.partition),
-            # In training mode: pretrained parts come in evaluation mode.
-            build_block=lambda t: parts.block(t).to(config.torch_dtype).train(),
+            build_block=build_block,
             build_readout=lambda s: parts.readout(s).to(config.torch_dtype).train(),
             loss=LOSSES[self.data.task.kind],
-            optimizer=partial(build_optimizer, config.optimizer),
+            optimizer=partial(build_optimizer, config.optimizer, blocks=blocks),
             num_microbatches=parallel.microbatches,
             split=parallel.split,
             cap=parallel.cap,

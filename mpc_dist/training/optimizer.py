@@ -1,7 +1,7 @@
 """Builds a stage's optimizer and its learning-rate schedule from the configuration."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,11 +10,52 @@ from torch import nn
 from mpc_dist.training.sections import DROP_ON_RISE, OptimizerConfig
 
 
-def build_optimizer(config: OptimizerConfig, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer of these parameters."""
+def build_optimizer(
+    config: OptimizerConfig, parameters: Sequence[nn.Parameter], *, blocks: Iterable[nn.Module]
+) -> torch.optim.Optimizer:
+    """The optimizer of these parameters, some of which are of these blocks."""
+    fused = are_on_gpu(parameters) or None  # None: torch decides, as ever
+    momentum, decay = config.used_momentum, config.weight_decay
     if config.name == "sgd":
-        return torch.optim.SGD(parameters, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
-    return torch.optim.AdamW(parameters, lr=config.lr, weight_decay=config.weight_decay)
+        return torch.optim.SGD(parameters, lr=config.lr, momentum=momentum, weight_decay=decay, fused=fused)
+    if config.name == "adamw":
+        return torch.optim.AdamW(parameters, lr=config.lr, weight_decay=decay, fused=fused)
+    hidden = {parameter for block in blocks for parameter in hidden_matrices(block)}
+    # Both are made even of nothing: parameters may join at a change of windows.
+    matrices = [{"params": [parameter for parameter in parameters if parameter in hidden]}]
+    others = [{"params": [parameter for parameter in parameters if parameter not in hidden]}]
+    rate = config.lr / 10 if config.adamw_lr is None else config.adamw_lr
+    return Joined(
+        torch.optim.Muon(matrices, lr=config.lr, momentum=momentum, weight_decay=decay),
+        torch.optim.AdamW(others, lr=rate, weight_decay=decay, fused=fused),
+    )
+
+
+def are_on_gpu(parameters: Sequence[nn.Parameter]) -> bool:
+    """Whether all of them are, so that one kernel can update them all."""
+    return all(parameter.device.type == "cuda" for parameter in parameters)
+
+
+def hidden_matrices(block: nn.Module) -> Iterator[nn.Parameter]:
+    """What Muon is for: weights that map a state to a state. The rows of an embedding are vectors of their own."""
+    for module in block.modules():
+        if not isinstance(module, nn.Embedding):
+            yield from (parameter for parameter in module.parameters(recurse=False) if parameter.ndim == 2)
+
+
+class Joined(torch.optim.Optimizer):
+    """Optimizers of one group each as one, so that whatever reads or changes groups and state sees all of them."""
+
+    def __init__(self, *parts: torch.optim.Optimizer) -> None:
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        self._parts = parts
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002
+        """Let each part update its group."""
+        for part, group in zip(self._parts, self.param_groups, strict=True):
+            # They are other objects once a state has been loaded.
+            part.param_groups, part.state = [group], self.state
+            part.step()
 
 
 def build_scheduler(config: OptimizerConfig, optimizer: torch.optim.Optimizer) -> Callable[[], None]:

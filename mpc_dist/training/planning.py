@@ -102,7 +102,7 @@ def fingerprint(config: Config) -> dict[str, Any]:
     kept = {name: values[name] for name in ("model", "lora", "data", "batch_size")}
     kept["readout"] = config.readout.identify()
     kept |= {name: values["training"][name] for name in ("precision", "bfloat16_weights")}
-    kept["optimizer"] = {name: values["optimizer"][name] for name in ("name", "momentum")}
+    kept["optimizer"] = {"name": config.optimizer.name, "momentum": config.optimizer.used_momentum}
     plain: dict[str, Any] = json.loads(json.dumps(kept))
     return plain
 
@@ -261,7 +261,7 @@ def _measure_counts(config: Config, task: Task, sample: Batch, probe: Probe, rep
                 chain,
                 inputs,
                 labels,
-                partial(build_optimizer, config.optimizer),
+                partial(build_optimizer, config.optimizer, blocks=chain.blocks),
                 precision=config.training.build_precision(),
                 repeats=probe.repeats,
                 flops_per_second=None if probe.fake_tflops is None else 1e12 * probe.fake_tflops,

@@ -152,12 +152,15 @@ class DataParallelConfig:
 class OptimizerConfig:
     """How weights are updated; every stage has an optimizer of its own."""
 
-    name: Literal["adamw", "sgd"] = "adamw"
-    """Which optimizer of torch."""
+    name: Literal["adamw", "sgd", "muon"] = "adamw"
+    """Which optimizer of torch. muon orthogonalises the updates of hidden matrices (the 2-D weights of blocks but
+    embeddings); all other weights are adamw's."""
     lr: float = 1e-3
-    """Learning rate."""
-    momentum: float = 0.0
-    """Momentum of sgd."""
+    """Learning rate; about 0.02 suits muon."""
+    adamw_lr: float | None = None
+    """Learning rate of what muon leaves to adamw; null: a tenth of `lr`. A scheduler moves both."""
+    momentum: float | None = None
+    """Momentum of sgd (null: 0) and of muon, where it is Nesterov's (null: 0.95)."""
     weight_decay: float = 0.0
     """Weight decay."""
     scheduler: str | None = None
@@ -168,12 +171,24 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         check_real("optimizer.lr", self.lr, minimum=0)
-        check_real("optimizer.momentum", self.momentum, minimum=0, maximum=1)
+        if self.adamw_lr is not None:
+            check_real("optimizer.adamw_lr", self.adamw_lr, minimum=0)
+            if self.name != "muon":
+                raise ValueError(f"optimizer.adamw_lr is for optimizer.name muon, got {self.name}; give optimizer.lr")
+        if self.momentum is not None:
+            check_real("optimizer.momentum", self.momentum, minimum=0, maximum=1)
         check_real("optimizer.weight_decay", self.weight_decay, minimum=0)
         # ReduceLROnPlateau wants a loss at every step, which only the last rank has.
         known = {DROP_ON_RISE, *torch.optim.lr_scheduler.__all__} - {"LRScheduler", "ReduceLROnPlateau"}
         if self.scheduler is not None and self.scheduler not in known:
             raise ValueError(f"unknown optimizer.scheduler {show(self.scheduler)}; {suggest(self.scheduler, known)}")
+
+    @property
+    def used_momentum(self) -> float:
+        """`momentum`, or what null stands for."""
+        if self.momentum is None:
+            return 0.95 if self.name == "muon" else 0.0
+        return self.momentum
 
 
 @dataclass(frozen=True)

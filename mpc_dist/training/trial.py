@@ -118,7 +118,7 @@ def train_briefly(config: Config, data: Dataset, windows: Windows, num_steps: in
     named = dict(chain.named_parameters())
     read = tuple(f"readouts.{s}." for s in windows.readouts)
     trained = {name: p for name, p in named.items() if p.requires_grad and name.startswith(("blocks.", *read))}
-    optimizer = build_optimizer(config.optimizer, list(trained.values()))
+    optimizer = build_optimizer(config.optimizer, list(trained.values()), blocks=chain.blocks)
     batches = Batches(data.train, batch_size=config.batch_size, seed=config.seed)
     precision = config.training.build_precision()
     for batch in islice(batches, num_steps):

@@ -1,5 +1,6 @@
 """The partition is the best there is, by brute force."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -21,7 +22,11 @@ def measured(forwards: list[float], *, seed: int = 0) -> Measurements:
         BlockCosts(f, *rng.uniform(0.5, 2, 2), *rng.uniform(1, 9, 3), *rng.uniform(1, 5, 2)) for f in forwards
     )
     readouts = tuple(ReadoutCosts(*rng.uniform(0.1, 1, 4)) for _ in forwards)
-    return Measurements(2, blocks, readouts, 0.01, 2.0, "made up")
+    blocks, readouts = (
+        tuple(dataclasses.replace(part, optimizer_bytes=2 * part.parameter_bytes) for part in parts)
+        for parts in (blocks, readouts)
+    )
+    return Measurements(2, blocks, readouts, 0.01, "made up")
 
 
 def all_partitions(num_blocks: int, num_stages: int):

@@ -17,9 +17,12 @@ T = 8
 
 
 def measured(M: int, *, weights: float = 100.0, forward: float = 1.0) -> Measurements:
-    block = BlockCosts(forward / M, forward / M, forward / M, 400.0 / M, 40.0 / M, 40.0 / M, weights)
+    times = (forward / M,) * 3
+    block = BlockCosts(*times, 400.0 / M, 40.0 / M, 40.0 / M, weights, optimizer_bytes=2 * weights)
     first = dataclasses.replace(block, input_grad=0.0)
-    return Measurements(16 // M, (first, *[block] * (T - 1)), (ReadoutCosts(0.0, 4.0, 1.0),) * T, 0.0, 2.0, "made up")
+    return Measurements(
+        16 // M, (first, *[block] * (T - 1)), (ReadoutCosts(0.0, 4.0, 1.0, 0.0, 2.0),) * T, 0.0, "made up"
+    )
 
 
 def cosine(windows: Windows) -> float:

@@ -1,5 +1,6 @@
 """The search that simulates only what could win chooses what the search of everything chooses; bounds are bounds."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -32,7 +33,11 @@ def draw_planner(seed: int) -> Planner:
         for t in range(num_blocks)
     )
     readouts = tuple(ReadoutCosts(draw(0.3), draw(20), draw(10), draw(1)) for _ in blocks)
-    whole = Measurements(8, blocks, readouts, float(rng.choice([0.0, 0.01])), 2.0, "made up")
+    blocks, readouts = (
+        tuple(dataclasses.replace(part, optimizer_bytes=2 * part.parameter_bytes) for part in parts)
+        for parts in (blocks, readouts)
+    )
+    whole = Measurements(8, blocks, readouts, float(rng.choice([0.0, 0.01])), "made up")
     bytes_held = whole.weight_bytes(range(num_blocks), [num_blocks]) + whole.sweep_bytes(num_blocks)
     least = max(whole.weight_bytes([t], []) for t in range(num_blocks))
     request = Request(

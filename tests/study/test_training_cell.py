@@ -44,7 +44,7 @@ def test_it_trains_as_the_definition_says(choice: WindowChoice, windows: object)
     result = cell.run()
     data = DATA.load()
     chain = build_chain(MODEL, data.task, readout="pool", seed=3)
-    optimizer = build_optimizer(cell.optimizer, [p for p in chain.parameters() if p.requires_grad])
+    optimizer = build_optimizer(cell.optimizer, [p for p in chain.parameters() if p.requires_grad], blocks=chain.blocks)
     named = dict(chain.named_parameters())
     for inputs, labels in islice(Batches(data.train, batch_size=16, seed=3), 8):
         for name, gradient in mpc_gradients(chain, inputs, labels, windows).items():

@@ -228,7 +228,7 @@ def measured_bytes(config: Config, plan: Plan) -> list[int]:
         chain,
         layout,
         schedule,
-        optimizer=partial(build_optimizer, config.optimizer),
+        optimizer=partial(build_optimizer, config.optimizer, blocks=chain.blocks),
         options=StageOptions(checkpoint=planned.training.recompute),
     )
     meters = [SavedBytes([*chain.parameters(), *chain.buffers(), inputs, labels]) for _ in pipeline.stages]

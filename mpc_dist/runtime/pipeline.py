@@ -1,7 +1,7 @@
 """The pipeline as a training loop sees it: the same call on every rank, one step at a time."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
@@ -18,6 +18,7 @@ from mpc_dist.readout import Loss, Shared
 from mpc_dist.runtime import state
 from mpc_dist.runtime.angle_probe import probe_angles
 from mpc_dist.runtime.clock import clock_of
+from mpc_dist.runtime.compiled import uncompiled
 from mpc_dist.runtime.description import receive_description, send_description
 from mpc_dist.runtime.executor import StepRecord
 from mpc_dist.runtime.groups import add_parameters
@@ -492,12 +493,16 @@ class Pipeline:
             manners=manners_of(mesh.device),
         )
         stage = self._build_stage(self._transport)
-        output = _check_stage(stage, sample, labels)
+        # A rank waits here for the one before it, but not for its compiler: that runs on all of them at once.
+        with uncompiled() if self._options.compile else nullcontext():
+            output = _check_stage(stage, sample, labels)
         if after is not None:
             with mesh.watch.waiting(after.downward, f"rank {after.peer} to take the shape of messages"):
                 send_description(output, self._microbatch_size, after.peer, after.downward)
             for direction, kind, group in (("send", ACTIVATIONS, after.downward), ("receive", ADJOINTS, after.upward)):
                 channels[direction, kind] = self._channel(after.peer, group, output)
+        if self._options.compile:
+            _check_stage(stage, sample, labels)
         return stage
 
     def _channel(self, peer: int, group: dist.ProcessGroup, state: Tensor) -> Channel:

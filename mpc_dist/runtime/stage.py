@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from mpc_dist.precision import FULL, Precision, gradients_as_weights, sum_in_float32
 from mpc_dist.readout import Loss, Shared
 from mpc_dist.runtime.clock import clock_of
+from mpc_dist.runtime.compiled import compile_blocks
 from mpc_dist.runtime.executor import Executor, StepRecord
 from mpc_dist.runtime.guard import Guard, Policy
 from mpc_dist.runtime.loss_scale import LossScale
@@ -56,6 +57,8 @@ class StageOptions:
     """In what type forwards compute and states travel; float16 wants a loss scale."""
     checkpoint: bool = False
     """Whether each block keeps only its input and runs again in backward."""
+    compile: bool = False
+    """Whether each block is compiled by torch.compile, in place, when it first runs."""
     seed: int = 0
     """What dropout is drawn from."""
     record_times: bool = False
@@ -98,6 +101,8 @@ class Stage:
         self.rank = rank
         self.blocks = dict(blocks)
         self.readouts = dict(readouts)
+        if options.compile:
+            compile_blocks(self.blocks.values())
         self.randomness = Randomness(options.seed, replica)
         self._options = options
         self.transport = transport

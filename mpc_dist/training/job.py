@@ -14,6 +14,7 @@ from mpc_dist.models.block_model import Parts
 from mpc_dist.planner.adapt import GrowingHorizon
 from mpc_dist.precision import set_tf32
 from mpc_dist.readout import LOSSES
+from mpc_dist.runtime.compiled import check_compiler
 from mpc_dist.runtime.mesh import Launch, Mesh, build_mesh, check_world, join
 from mpc_dist.runtime.pipeline import Pipeline
 from mpc_dist.runtime.preemption import Preemption
@@ -56,6 +57,8 @@ def train(
     if zero is not None:
         check_settings(zero, config.training.clip_norm, config.torch_device.type)
     config.tracking.check_installed()
+    if config.training.compile:
+        check_compiler(config.torch_device.type)
     data = config.data.load()
     parts = build_parts(config.trained_model, data.task, readout=config.readout, seed=config.seed)
     check_stage_size(config, data.task, launch.rank // config.data_parallel.degree)
@@ -185,6 +188,7 @@ class _Job:
                 on_nonfinite=training.on_nonfinite,
                 loss_scale=training.build_loss_scale(),
                 checkpoint=training.recompute,
+                compile=training.compile,
                 seed=config.seed,
                 record_times=True,
             ),

@@ -232,6 +232,9 @@ class TrainingConfig:
     micro-batch; skip the step on every rank, which makes them wait for all others at each update; or do not look."""
     recompute: bool = False
     """Whether each block keeps only its input and runs again in backward: less memory, more time."""
+    compile: bool = False
+    """Whether each block is compiled by torch.compile: a minute at the start (again where inputs have another shape),
+    faster steps afterwards; what is dropped at random is the same. It needs a C++ compiler, on GPUs Triton."""
     folder: str = "runs/train"
     """Where metrics are written."""
 

@@ -30,6 +30,7 @@ from mpc_dist.bench.adaptive import AdaptiveSetting, bench_adaptive, draw_curves
 from mpc_dist.bench.alternate import AlternatingSetting
 from mpc_dist.bench.angles import bench_angles
 from mpc_dist.bench.checkpoint import SavingSetting, bench_checkpoint
+from mpc_dist.bench.compile import CompileSetting, bench_compile
 from mpc_dist.bench.compute import ComputeSetting, bench_compute
 from mpc_dist.bench.growth import bench_growth, write_page
 from mpc_dist.bench.link import LinkSetting, bench_link, draw_link
@@ -124,6 +125,22 @@ def run_compute(options: argparse.Namespace, console: Console) -> list[Row]:
     console.print(
         build_table(rows, f"{options.blocks} residual MLP blocks, width {options.width}, on {options.stages} ranks")
     )
+    return rows
+
+
+def run_compile(options: argparse.Namespace, console: Console) -> list[Row]:
+    """The first and later steps of a GPT whose blocks are compiled, beside the same as written, in one process."""
+    setting = CompileSetting(
+        num_blocks=options.blocks,
+        width=options.width,
+        context=options.context,
+        batch_size=options.batch_size,
+        num_microbatches=options.microbatches,
+        repeats=options.repeats,
+    )
+    with console.status("measuring"):
+        rows = bench_compile(setting)
+    console.print(build_table(rows, f"{options.blocks} GPT blocks, width {options.width}, context {options.context}"))
     return rows
 
 
@@ -320,6 +337,14 @@ def build_parser() -> argparse.ArgumentParser:
     actions = add("actions", run_actions)
     actions.add_argument("--against", type=Path, help="another checkout of this repository")
     actions.add_argument("--repeats", type=int, default=5, help="rounds in which the checkouts alternate")
+
+    compile_ = add("compile", run_compile)
+    compile_.add_argument("--blocks", type=int, default=6, help="blocks of the gpt")
+    compile_.add_argument("--width", type=int, default=32, help="features of a state")
+    compile_.add_argument("--context", type=int, default=16, help="tokens per sample")
+    compile_.add_argument("--batch-size", type=int, default=8, help="samples per step")
+    compile_.add_argument("--microbatches", type=int, default=4, help="micro-batches per step")
+    compile_.add_argument("--repeats", type=int, default=7, help="rounds in which the two alternate")
 
     memory = add("memory", run_memory)
     memory.add_argument("--stages", type=int, default=8, help="stages")

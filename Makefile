@@ -3,6 +3,7 @@
 # make soak      set up, then strike random jobs for 20 minutes and let two train for long: MINUTES=5 SEED=1 make soak
 # make mutants   set up, then plant faults one at a time and see which the tests miss: NUM=300 SEED=0 make mutants
 # make reproduce set up, then every experiment of docs/paper at a small size (make data first: some need real data)
+# make gpu-check set up, then check on two GPUs what has only been run on CPUs, and write a page: runs/gpu-check/report.md
 # make check     set up, then lint, formatting and strict types
 
 PYTHON ?= python3
@@ -13,7 +14,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 # One thread per process: the tensors are small, and processes side by side must not fight for the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-all soak mutants data reproduce check format clean
+.PHONY: demo test test-all soak mutants data reproduce gpu-check check format clean
 .DEFAULT_GOAL := test
 
 # Rebuilt only when what is installed changes, and from nothing if a set-up was interrupted; otherwise the targets below
@@ -61,6 +62,9 @@ data: $(READY)
 reproduce: $(READY)
 	-test -e data || $(MAKE) data
 	$(BIN)/mpc-dist reproduce all --quick
+
+gpu-check: $(READY)
+	$(BIN)/python launch/gpu_check.py
 
 check: $(READY)
 	$(BIN)/ruff check .

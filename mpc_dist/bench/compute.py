@@ -43,6 +43,10 @@ class ComputeSetting:
     repeats: int = 5
     steps: int = 2
     """Steps per system and repeat."""
+    device_type: str = "cpu"
+    """With cuda, a GPU per rank."""
+    with_deepspeed: bool = True
+    """Whether DeepSpeed's pipeline is measured, too, if it is installed."""
 
 
 class MLPBlock(nn.Module):
@@ -64,7 +68,9 @@ def bench_compute(setting: ComputeSetting) -> list[Row]:
     rows = []
     for num_microbatches in setting.microbatches:
         budget = 300.0 + 60 * setting.repeats
-        by_rank = run_local_ranks(_measure, setting.num_ranks, setting, num_microbatches, timeout=budget)
+        by_rank = run_local_ranks(
+            _measure, setting.num_ranks, setting, num_microbatches, timeout=budget, device_type=setting.device_type
+        )
         peer = _slowest(by_rank, PEER)
         for name in by_rank[0]:
             times = _slowest(by_rank, name)
@@ -94,9 +100,10 @@ def _slowest(by_rank: list[dict[str, Any]], name: str) -> list[float]:
 
 
 def _measure(rank: int, setting: ComputeSetting, num_microbatches: int) -> dict[str, dict[str, Any]]:
-    mesh = build_mesh(Launch(rank, setting.num_ranks, rank), num_stages=setting.num_ranks, timeout=TIMEOUT)
+    launch = Launch(rank, setting.num_ranks, rank)
+    mesh = build_mesh(launch, num_stages=setting.num_ranks, device_type=setting.device_type, timeout=TIMEOUT)
     generator = torch.Generator().manual_seed(0)
-    inputs, labels = torch.randn(2, setting.batch_size, setting.width, generator=generator)
+    inputs, labels = torch.randn(2, setting.batch_size, setting.width, generator=generator).to(mesh.device)
     ours = {
         "mpc_dist sliding:1": _Ours(mesh, setting, num_microbatches, 1, inputs, labels),
         "mpc_dist backprop": _Ours(mesh, setting, num_microbatches, setting.num_ranks, inputs, labels),
@@ -106,7 +113,7 @@ def _measure(rank: int, setting: ComputeSetting, num_microbatches: int) -> dict[
         PEER: _torch_step(rank, setting, num_microbatches, inputs, labels),
         "one-process backprop": _plain_step(rank, setting, num_microbatches, inputs, labels),
     }
-    if has_deepspeed():
+    if setting.with_deepspeed and has_deepspeed():
         systems[f"{DEEPSPEED} backprop"] = build_deepspeed(
             setting.num_ranks,
             num_microbatches,
@@ -171,7 +178,7 @@ def _torch_step(rank: int, setting: ComputeSetting, num_microbatches: int, input
     partition = split_evenly(setting.num_blocks, setting.num_ranks)
 
     def build_chunk(index: int, _: int) -> nn.Module:
-        return nn.Sequential(*(MLPBlock(setting.width) for _ in range(partition[index])))
+        return nn.Sequential(*(MLPBlock(setting.width) for _ in range(partition[index]))).to(inputs.device)
 
     return build_peer(
         "torch-1F1B",
@@ -190,7 +197,7 @@ def _plain_step(rank: int, setting: ComputeSetting, num_microbatches: int, input
     """The whole model on rank 0 with one thread; the other ranks have nothing to do."""
     if rank:
         return lambda: None
-    model = nn.Sequential(*(MLPBlock(setting.width) for _ in range(setting.num_blocks)))
+    model = nn.Sequential(*(MLPBlock(setting.width) for _ in range(setting.num_blocks))).to(inputs.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
 
     def step() -> None:

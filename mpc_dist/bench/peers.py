@@ -50,7 +50,7 @@ def build_peer(
     group = dist.group.WORLD
     assert group is not None
     stages: list[Any] = [
-        PipelineStage(m, i, total, torch.device("cpu"), group=group) for m, i in zip(modules, indices, strict=True)
+        PipelineStage(m, i, total, inputs.device, group=group) for m, i in zip(modules, indices, strict=True)
     ]
     kinds: dict[str, Any] = {
         "torch-Interleaved1F1B": ScheduleInterleaved1F1B,

@@ -1,4 +1,4 @@
-"""Starts gloo ranks on this machine, bounds their time, and re-raises what a rank raised."""
+"""Starts ranks on this machine (gloo, or NCCL on GPUs), bounds their time, and re-raises what a rank raised."""
 
 import gc
 import io
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mpc_dist.runtime.mesh import connect_on_use
+from mpc_dist.runtime.mesh import Launch, connect_on_use, use_device
 
 IMPORTED_BY_STEPS = ("torch._dynamo",)
 """What the first step of any torch optimizer imports: a second and 100 MB, of every rank or once for all."""
@@ -36,6 +36,7 @@ def run_local_ranks(
     timeout: float = 120.0,
     group_timeout: float = 30.0,
     may_fail: bool = False,
+    device_type: str = "cpu",
 ) -> list[Any]:
     """Call `function(rank, *arguments)` on every rank of a process group; return what each returned.
 
@@ -50,7 +51,7 @@ def run_local_ranks(
         ranks = [
             context.Process(
                 target=_run_rank,
-                args=(function, rank, num_ranks, store, group_timeout, arguments, results),
+                args=(function, rank, num_ranks, store, group_timeout, device_type, arguments, results),
                 daemon=True,
             )
             for rank in range(num_ranks)
@@ -109,6 +110,7 @@ def _run_rank(
     num_ranks: int,
     store: str,
     group_timeout: float,
+    device_type: str,
     arguments: tuple[Any, ...],
     results: Any,
 ) -> None:
@@ -118,8 +120,9 @@ def _run_rank(
     torch.set_num_threads(1)
     connect_on_use()
     try:
+        use_device(Launch(rank, num_ranks, rank), device_type)
         dist.init_process_group(
-            "gloo",
+            "nccl" if device_type == "cuda" else "gloo",
             init_method=f"file://{store}",
             rank=rank,
             world_size=num_ranks,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from mpc_dist.gradient import mpc_gradients
 from mpc_dist.models import GPT, Chain, build_chain
 from mpc_dist.planner.pricing import predict_bytes
+from mpc_dist.precision import Precision
 from mpc_dist.profile import SavedBytes
 from mpc_dist.profile.blocks import measure_blocks
 from mpc_dist.runtime.mesh import Launch, build_mesh
@@ -166,10 +167,11 @@ def compare_precision(rank: int, setting: Setting, dtype: torch.dtype) -> dict[s
     worst = {}
     for name in ("h = 1", "back-propagation"):
         chain, inputs, labels = build(setting, torch.float32)
+        precision = Precision(dtype)
+        expected = mpc_gradients(chain, inputs, labels, WINDOWS[name], precision=precision, sent_at=PARTITION[:1])
         with torch.autocast(setting.device, dtype=dtype):
-            expected = mpc_gradients(chain, inputs, labels, WINDOWS[name])
-            plain = float(chain.loss(chain(inputs), labels).detach())
-        options = StageOptions(autocast=True, autocast_dtype=dtype)
+            plain = float(chain.loss(chain(inputs).float(), labels).detach())
+        options = StageOptions(precision=precision)
         pipeline = connect(setting, rank, chain, WINDOWS[name], num_microbatches=1, options=options)
         found, losses = step_down(pipeline, inputs, labels)
         worst[f"gradients, {name}"] = max(difference(value, expected[key]) for key, value in found.items())

@@ -33,7 +33,11 @@ def list_checks(setting: Setting) -> list[Check]:
         Check("tests", "the tests that need a GPU pass", partial(run_gpu_tests, setting)),
         Check("gradients", "every parameter's gradient is the definition's", two(look_at_gradients)),
         Check("hangs", "nothing hangs, whoever waits for its device", two(look_for_hangs)),
-        Check("precision", "autocast on two ranks is autocast in one process", two(look_at_precision)),
+        Check(
+            "precision",
+            "in two bytes, gradients are the definition's, losses plain torch's",
+            two(look_at_precision),
+        ),
         Check("compile", "compiled blocks train as they are written", two(look_at_compiled)),
         Check("memory", "a rank holds what the planner predicts", two(look_at_memory)),
         Check("compute", "steps are no slower than torch's 1F1B", two(look_at_compute)),
@@ -100,7 +104,7 @@ def look_at_precision(setting: Setting) -> Finding:
         for rank, worst in enumerate(_on_ranks(setting, compare_precision, dtype)):
             for case, value in worst.items():
                 largest.add(f"{dtype}, {case}, rank {rank}", value)
-    return largest.conclude("autocast")
+    return largest.conclude(", ".join(map(str, kinds)))
 
 
 def look_at_compiled(setting: Setting) -> Finding:

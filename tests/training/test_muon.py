@@ -22,13 +22,14 @@ from tests.runtime.reference import reference_gradients
 from tests.runtime.test_distributed import batches, connect, windows_for
 from tests.training.local import parse, train_locally
 
+ZERO = "--data_parallel.degree 2 --data_parallel.sharding deepspeed"
 STAGES = (("blocks.0", "blocks.1", "readouts.2"), ("blocks.2", "blocks.3", "readouts.4"))
 STEPS, LR, DECAY, CLIP = 20, 0.05, 0.1, 0.5
 RUN = (
     "--model.name gpt --model.num_blocks 4 --model.width 16 --model.num_heads 2 --data.name text --data.context 16 "
     "--data.max_bytes 40000 --batch_size 4 --horizon.windows tumbling --horizon.size 2 --horizon.unit blocks "
     f"--optimizer.name muon --optimizer.lr {LR} --optimizer.weight_decay {DECAY} --training.eval_batches 1 "
-    "--training.log_every 10 --dtype float64 --device cpu --optimizer.scheduler StepLR "
+    "--training.log_every 10 --training.precision float64 --device cpu --optimizer.scheduler StepLR "
     '--optimizer.scheduler_arguments {"step_size":4,"gamma":0.5}'
 ).split()
 
@@ -162,7 +163,10 @@ def test_the_planner_counts_one_buffer_for_each_hidden_matrix():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--data_parallel.degree 2 --data_parallel.sharding deepspeed --dtype float32", "muon updates whole matrices"),
+        (
+            "--data_parallel.degree 2 --data_parallel.sharding deepspeed --training.precision float32",
+            "muon updates whole matrices",
+        ),
         ("--optimizer.name sgd --optimizer.adamw_lr 0.1", "adamw_lr is for optimizer.name muon, got sgd"),
         ("--optimizer.adamw_lr -1", "optimizer.adamw_lr"),
     ],

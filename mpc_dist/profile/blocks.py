@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from mpc_dist.gradient import HeldBlock
 from mpc_dist.models.chain import Chain
-from mpc_dist.planner.measurements import BlockCosts, Measurements, ReadoutCosts
+from mpc_dist.planner.measurements import MESSAGES_HELD, MESSAGES_HELD_ON_GPU, BlockCosts, Measurements, ReadoutCosts
 from mpc_dist.precision import FULL, Precision, cast_bytes, gradient_bytes, sum_in_float32
 from mpc_dist.profile.memory import SavedBytes
 from mpc_dist.profile.unchanged import unchanged
@@ -100,8 +100,18 @@ def measure_blocks(
         readouts.append(ReadoutCosts(reading, counted.read[t], size, fixed + counted.cast_to_read[t]))
     gradients = sum(map(gradient_bytes, trained)) / max(1, sum(parameter.nbytes for parameter in trained))
     how = "counted operations" if flops_per_second is not None else f"measured on {inputs.device.type}"
+    # Operations are counted for GPUs.
+    is_for_gpu = flops_per_second is not None or inputs.device.type == "cuda"
+    messages_held = MESSAGES_HELD_ON_GPU if is_for_gpu else MESSAGES_HELD
     return Measurements(
-        len(inputs), tuple(blocks), tuple(readouts), per_byte, multiple, how, gradients if trained else 1.0
+        len(inputs),
+        tuple(blocks),
+        tuple(readouts),
+        per_byte,
+        multiple,
+        how,
+        gradients if trained else 1.0,
+        messages_held,
     )
 
 

@@ -22,7 +22,7 @@ from mpc_dist.planner.measurements import Measurements
 from mpc_dist.planner.objective import Choice, LeastCost, Objective, Trade
 from mpc_dist.planner.partition import Matrix, StagePricer, block_seconds, furthest, slowest_stage
 from mpc_dist.planner.plan import Shape
-from mpc_dist.planner.pricing import MESSAGES_HELD, Planner, Setting, bucket_bytes
+from mpc_dist.planner.pricing import Planner, Setting, bucket_bytes
 from mpc_dist.windows import Windows
 
 CAUTION = 1 - 1e-9
@@ -212,7 +212,8 @@ class Bounds:
         messages = np.zeros(len(partition))
         if in_flight:
             inner = self._base(setting.microbatches, setting.checkpoint).messages[ends[1:-1] - 1]
-            messages = MESSAGES_HELD * (np.concatenate([[0.0], inner]) + np.concatenate([inner, [0.0]]))
+            number = self._planner.measurements[setting.microbatches].messages_held
+            messages = number * (np.concatenate([[0.0], inner]) + np.concatenate([inner, [0.0]]))
         # For bytes, stages differ only by whether a loss is read.
         held = replace(pricer, in_flight=(in_flight,) * len(partition))
         is_read = np.array([stage + 1 in pricer.units.readouts for stage in range(len(partition))])

@@ -12,6 +12,9 @@ from mpc_dist.plain_value import build
 from mpc_dist.schedule import Costs, Layout
 from mpc_dist.validation import check_real, check_whole
 
+MESSAGES_HELD, MESSAGES_HELD_ON_GPU = 2, 1
+"""Buffers for messages to come that a rank holds on each channel: gloo posts receives ahead, NCCL must not."""
+
 
 @dataclass(frozen=True)
 class BlockCosts:
@@ -75,6 +78,8 @@ class Measurements:
     """How times and bytes were found."""
     gradient_multiple: float = 1.0
     """Bytes of a gradient per byte of its weight: 2 for weights of two bytes."""
+    messages_held: int = MESSAGES_HELD
+    """Buffers for messages to come on each channel of a rank."""
 
     def __post_init__(self) -> None:
         check_whole("samples per micro-batch:", self.samples, minimum=1)

@@ -26,8 +26,6 @@ from mpc_dist.validation import check_whole
 from mpc_dist.windows import Windows
 
 CosineOf = Callable[[Windows], float]
-MESSAGES_HELD = 2
-"""Buffers that a rank holds for messages to come on each channel: as many as gloo posts ahead, more than NCCL."""
 SIMULATED_ACTIONS = 20_000
 """Of a horizon's schedule with more compute actions, the step time is estimated."""
 
@@ -333,7 +331,7 @@ def predict_bytes(
         boundary_of = {Op.RECEIVE_ACTIVATION: blocks.start - 1, Op.RECEIVE_ADJOINT: blocks.stop - 1}
         received = {action.op for action in schedule.programs[rank]} & set(boundary_of)
         messages = sum(measurements.blocks[boundary_of[op]].message_bytes for op in received)
-        size = measurements.weight_bytes(blocks, read) + price.peak_bytes[rank] + MESSAGES_HELD * messages
+        size = measurements.weight_bytes(blocks, read) + price.peak_bytes[rank] + measurements.messages_held * messages
         trained = [measurements.blocks[t].parameter_bytes for t in blocks]
         trained += [measurements.readouts[s - 1].parameter_bytes for s in read]
         sizes.append(size + (bucket_bytes(measurements, trained) if has_replicas else 0.0))

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from mpc_dist.gradient import HeldBlock
 from mpc_dist.models.chain import Chain
-from mpc_dist.planner.measurements import BlockCosts, Measurements, ReadoutCosts
+from mpc_dist.planner.measurements import MESSAGES_HELD, MESSAGES_HELD_ON_GPU, BlockCosts, Measurements, ReadoutCosts
 from mpc_dist.precision import (
     FULL,
     Precision,
@@ -112,7 +112,18 @@ def measure_blocks(
         readouts.append(ReadoutCosts(reading, counted.read[t], size, fixed + counted.cast_to_read[t], kept[head]))
     gradients = sum(map(gradient_bytes, trained)) / max(1, sum(parameter.nbytes for parameter in trained))
     how = "counted operations" if flops_per_second is not None else f"measured on {inputs.device.type}"
-    return Measurements(len(inputs), tuple(blocks), tuple(readouts), per_byte, how, gradients if trained else 1.0)
+    # Operations are counted for GPUs.
+    is_for_gpu = flops_per_second is not None or inputs.device.type == "cuda"
+    messages_held = MESSAGES_HELD_ON_GPU if is_for_gpu else MESSAGES_HELD
+    return Measurements(
+        len(inputs),
+        tuple(blocks),
+        tuple(readouts),
+        per_byte,
+        how,
+        gradients if trained else 1.0,
+        messages_held,
+    )
 
 
 class _Counted(NamedTuple):

@@ -62,6 +62,26 @@ class Shares:
         return torch.full_like(self._total, own) / self._total if isinstance(self._total, Tensor) else own / self._total
 
 
+@dataclass(frozen=True)
+class Means:
+    """The mean losses of a step's micro-batches, on their device."""
+
+    values: Tensor
+    counts: tuple[float, ...]
+    """How many labels each is of."""
+
+    @property
+    def count(self) -> float:
+        """Of all of them."""
+        return sum(self.counts)
+
+    def average(self) -> float:
+        """Over all labels; on a device it waits for them."""
+        if not self.count:
+            return 0.0
+        return float(self.values.cpu().double() @ (torch.tensor(self.counts, dtype=torch.float64) / self.count))
+
+
 def cut(
     inputs: Tensor | None, labels: Tensor | None, num_microbatches: int, loss: Loss, *, size: int | None = None
 ) -> MicroBatches:

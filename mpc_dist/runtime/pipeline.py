@@ -24,7 +24,7 @@ from mpc_dist.runtime.executor import StepRecord
 from mpc_dist.runtime.groups import add_parameters
 from mpc_dist.runtime.guard import Guard
 from mpc_dist.runtime.mesh import Mesh, leave
-from mpc_dist.runtime.microbatch import MicroBatches, Shares, cut
+from mpc_dist.runtime.microbatch import Means, MicroBatches, Shares, cut
 from mpc_dist.runtime.randomness import undisturbed
 from mpc_dist.runtime.reducer import AllReduceReducer, bucket_bytes
 from mpc_dist.runtime.replicas import check_agreement, with_first_buffers
@@ -55,13 +55,20 @@ class StepResult:
     layout: Layout
 
     @cached_property
+    def means(self) -> dict[int, Means]:
+        """Of each boundary that this rank reads, unread: on a GPU nobody waits for them."""
+        ends, record = self.layout.blocks, self.record
+        return {
+            ends[s - 1].stop: Means(torch.stack(values), tuple(record.counts[s])) for s, values in record.losses.items()
+        }
+
+    @cached_property
     def losses(self) -> dict[int, float]:
         """Mean loss at each boundary that this rank reads, over all labels of its replica that count.
 
         On a GPU, reading them waits for the step to finish.
         """
-        ends, record = self.layout.blocks, self.record
-        return {ends[s - 1].stop: _average(values, record.counts[s]) for s, values in record.losses.items()}
+        return {boundary: means.average() for boundary, means in self.means.items()}
 
     @cached_property
     def count(self) -> float:
@@ -566,14 +573,6 @@ class Pipeline:
             clip_norm=options.clip_norm,
             stages=self.mesh.stages if options.clip_norm is not None and options.clip_scope == "global" else None,
         )
-
-
-def _average(means: list[Tensor], counts: list[float]) -> float:
-    total = sum(counts)
-    if not total:
-        return 0.0
-    weights = torch.tensor(counts, dtype=torch.float64) / total
-    return float(torch.stack(means).cpu().double() @ weights)
 
 
 def _check_stage(stage: Stage, sample: Tensor, labels: Tensor | None) -> Tensor:

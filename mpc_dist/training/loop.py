@@ -298,8 +298,8 @@ class Loop:
             self._metrics.write(event="skipped", step=step, finding=found, **self._pipeline.guard.state_dict())
         elif self._losses.is_asked:
             last = self._config.model.num_blocks
-            if last in result.losses:
-                self._losses.add(result.losses[last], result.count)
+            if last in result.means:
+                self._losses.add(result.means[last])
         if self._batches.epoch != epoch:
             self._end_epoch()
         if is_first or step % self._config.training.log_every == 0:
@@ -334,10 +334,9 @@ class Loop:
             coming = self._feed.peek()
             self._pipeline.load(coming.inputs, coming.labels)
 
-        # A device has work to go on with while this thread reads; on the CPU it is this thread that works.
-        has_time = self._mesh.device.type != "cpu" and step < self._config.training.steps
+        is_worth_it = has_own_queue(self._mesh.device) and step < self._config.training.steps
         try:
-            return self._pipeline.step(part.inputs, part.labels, meanwhile=load_next if has_time else None)
+            return self._pipeline.step(part.inputs, part.labels, meanwhile=load_next if is_worth_it else None)
         except NonFiniteError:
             self._saver.wait()  # the last good checkpoint may still be on its way to the disk
             raise
@@ -376,6 +375,11 @@ class Loop:
         lines = [line for line in found if line["event"] == "step"]
         losses = list(lines[-1]["losses"].values()) if lines else []
         return f"training, loss {losses[-1]:.4f}" if losses else "training"
+
+
+def has_own_queue(device: torch.device) -> bool:
+    """Whether it goes on by itself while this thread reads data; on the CPU it is this thread that computes."""
+    return device.type != "cpu"
 
 
 def average_over_replicas(mesh: Mesh, result: StepResult) -> tuple[dict[int, float], float]:

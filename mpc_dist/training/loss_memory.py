@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mpc_dist.runtime.mesh import Mesh
+from mpc_dist.runtime.microbatch import Means
 from mpc_dist.runtime.state import Saved
 
 
@@ -19,20 +20,20 @@ class LossMemory:
         self._mesh = mesh
         self._by_epoch = by_epoch
         self._by_decision = by_decision
-        self._epoch: list[tuple[float, float]] = []  # (mean loss of a step, how many labels it is of)
-        self._recent: list[tuple[float, float]] = []
+        self._epoch: list[Means] = []  # of a step each, unread
+        self._recent: list[Means] = []
 
     @property
     def is_asked(self) -> bool:
-        """Whether any rule asks; reading a loss off a GPU waits for it."""
+        """Whether any rule asks."""
         return self._by_epoch or self._by_decision
 
-    def add(self, loss: float, count: float) -> None:
-        """Remember the mean loss of a step over so many labels."""
+    def add(self, means: Means) -> None:
+        """Remember the losses of a step; they are read when a rule looks back."""
         if self._by_epoch:
-            self._epoch.append((loss, count))
+            self._epoch.append(means)
         if self._by_decision:
-            self._recent.append((loss, count))
+            self._recent.append(means)
 
     def take_epoch(self) -> float:
         """The epoch's mean, the same on every rank; then forget it. All of them must call it."""
@@ -48,7 +49,7 @@ class LossMemory:
         """As tensors to save."""
         memories = {"epoch": self._epoch, "recent": self._recent}
         names = {self._name(kind, self._mesh.replica): losses for kind, losses in memories.items() if losses}
-        return {name: torch.tensor(losses, dtype=torch.float64) for name, losses in names.items()}
+        return {name: torch.tensor(_read(losses), dtype=torch.float64) for name, losses in names.items()}
 
     def restore(self, saved: Saved) -> None:
         """Go on from saved tensors; with other replicas than saved, from one of theirs."""
@@ -60,14 +61,15 @@ class LossMemory:
                 found = torch.empty_like(saved.described[name], device="cpu")
                 saved.read({name: found})
                 # Kept without counts before there were any: all steps were alike.
-                losses[:] = [(loss, 1.0) for loss in found.tolist()] if found.ndim == 1 else map(tuple, found.tolist())
+                rows = found if found.ndim == 2 else torch.stack([found, torch.ones_like(found)], 1)
+                losses[:] = [Means(row[:1], (row[1].item(),)) for row in rows]
 
     def _name(self, kind: str, replica: int) -> str:
         return f"losses.{kind}.{replica}"
 
-    def _mean(self, losses: list[tuple[float, float]]) -> float:
-        mesh = self._mesh
-        total, count = sum(loss * number for loss, number in losses), sum(number for _, number in losses)
+    def _mean(self, losses: list[Means]) -> float:
+        mesh, steps = self._mesh, _read(losses)
+        total, count = sum(loss * number for loss, number in steps), sum(number for _, number in steps)
         sums = torch.tensor([total, count], dtype=torch.float64, device=mesh.device)
         if mesh.stages is not None:
             with mesh.watch.waiting(mesh.stages, "the last stage's loss"):
@@ -78,3 +80,7 @@ class LossMemory:
                 dist.all_reduce(sums, group=mesh.replicas)
         total, count = sums.tolist()
         return total / count if count else 0.0
+
+
+def _read(losses: list[Means]) -> list[tuple[float, float]]:
+    return [(means.average(), means.count) for means in losses]

@@ -19,15 +19,18 @@ from mpc_dist.precision import Precision
 from mpc_dist.readout import mean_squared_error
 from mpc_dist.runtime import backward as ways
 from mpc_dist.runtime import build_pipeline
+from mpc_dist.runtime import pipeline as pipelines
 from mpc_dist.runtime.backward import Graph, run_weight_halves
 from mpc_dist.runtime.branches import BranchFinder
 from mpc_dist.runtime.executor import Executor, StepRecord
-from mpc_dist.runtime.guard import Finding
+from mpc_dist.runtime.guard import Finding, Guard
 from mpc_dist.runtime.in_process import InProcessPipeline
 from mpc_dist.runtime.loss_scale import LossScale
+from mpc_dist.runtime.microbatch import cut
 from mpc_dist.runtime.stage import StageOptions
 from mpc_dist.runtime.transport import DistributedTransport
 from mpc_dist.schedule import build_schedule, lay_out, parse_action, split_evenly
+from mpc_dist.schedule.action import Op
 from mpc_dist.windows import Windows, backprop, cumulative, expand, loco, sliding, tumbling
 from tests.examples import TOKENS, assert_same, build_dense_chain, build_example, draw_batch
 from tests.runtime.reference import KeepGradients, reference_gradients, train_reference
@@ -395,6 +398,37 @@ def test_what_a_rank_is_doing_is_said():
     assert pipeline.mesh.watch.phase == "training"
     pipeline.change_windows(backprop(1))
     assert pipeline.mesh.watch.phase == "change of windows"
+
+
+def test_a_batch_is_loaded_before_the_update_and_cut_once(monkeypatch):
+    done: list[str] = []
+    pipeline = build_pipeline(
+        [nn.Linear(3, 3)],
+        mean_squared_error,
+        horizon=backprop(1),
+        optimizer=KeepGradients,
+        options=StageOptions(on_nonfinite="stop"),
+    )
+    first, second = torch.randn(2, 2, 4, 3)
+    pipeline.connect(*first)
+    executor, decide = pipeline.stage.executor, Guard.decide
+    backward = executor._handlers[Op.BACKWARD]
+    monkeypatch.setitem(executor._handlers, Op.BACKWARD, lambda action: done.append("backward") or backward(action))
+    monkeypatch.setattr(Guard, "decide", lambda self, **given: done.append("decide") or decide(self, **given))
+    monkeypatch.setattr(pipelines, "cut", lambda *given, **more: done.append("cut") or cut(*given, **more))
+    inputs, labels = second
+    pipeline.step(*first, meanwhile=lambda: pipeline.load(inputs, labels))
+    assert done == ["cut", "backward", "cut", "decide"]
+    pipeline.step(inputs, labels)
+    assert done[4:] == ["backward", "decide"]
+    pipeline.step(*first)
+    assert done[6:] == ["cut", "backward", "decide"]
+
+
+def test_on_the_cpu_no_batch_is_copied():
+    batch = torch.randn(4, 3)
+    parts = cut(batch, batch, 2, mean_squared_error).to(torch.device("cpu"))
+    assert [part.data_ptr() for part in parts.inputs] == [batch[m].data_ptr() for m in (0, 2)]
 
 
 def test_waiting_is_counted_for_the_neighbour_that_is_waited_for():

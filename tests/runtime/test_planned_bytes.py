@@ -1,13 +1,15 @@
 """What a plan counts beside activations is what ranks hold: weights, messages posted ahead, replicas' buckets."""
 
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from mpc_dist.models.chain import Chain
-from mpc_dist.planner.pricing import MESSAGES_HELD, predict_bytes
+from mpc_dist.planner.measurements import MESSAGES_HELD, MESSAGES_HELD_ON_GPU
+from mpc_dist.planner.pricing import predict_bytes
 from mpc_dist.precision import FULL, Precision
 from mpc_dist.profile import SavedBytes
 from mpc_dist.profile.blocks import measure_blocks
@@ -17,7 +19,7 @@ from mpc_dist.runtime.in_process import InProcessPipeline
 from mpc_dist.runtime.local import run_local_ranks
 from mpc_dist.runtime.mesh import Launch, build_mesh
 from mpc_dist.runtime.stage import StageOptions
-from mpc_dist.runtime.transport import GLOO, Channel, DistributedTransport
+from mpc_dist.runtime.transport import ACTIVATIONS, GLOO, NCCL, Channel, DistributedTransport
 from mpc_dist.schedule import build_schedule, lay_out, simulate
 from mpc_dist.windows import Windows, backprop, sliding
 
@@ -136,3 +138,17 @@ def test_activations_are_those_that_were_planned(kind: str):
 
 def test_the_plan_counts_as_many_messages_as_are_posted():
     assert GLOO.posted_ahead == MESSAGES_HELD
+    assert max(1, NCCL.posted_ahead) == MESSAGES_HELD_ON_GPU  # one is posted when its message is needed
+    for manners in (GLOO, NCCL):
+        channel = SimpleNamespace(shape=torch.Size([4]), dtype=torch.float32, is_used=True)
+        channels: dict[tuple[str, str], Channel] = {("receive", ACTIVATIONS): channel}  # type: ignore[dict-item]
+        transport = DistributedTransport(channels, rank=0, timeout=timedelta(seconds=1), manners=manners)
+        assert transport.posted_bytes == 16 * (MESSAGES_HELD if manners is GLOO else MESSAGES_HELD_ON_GPU)
+
+
+def test_a_plan_for_gpus_counts_their_messages():
+    inputs, labels = draw_batch(FULL)
+    chain = Chain(build_blocks(), mean_squared_error)
+    assert measure_blocks(chain, inputs, labels, sgd, repeats=1).messages_held == MESSAGES_HELD
+    counted = measure_blocks(chain, inputs, labels, sgd, flops_per_second=1e12)
+    assert counted.messages_held == MESSAGES_HELD_ON_GPU

@@ -10,6 +10,8 @@ from mpc_dist.data.dataset import Indices, Noise
 from mpc_dist.data.pixels import PictureSplit
 from mpc_dist.runtime.local import LocalRankError, run_local_ranks
 from mpc_dist.runtime.mesh import Launch
+from mpc_dist.runtime.pipeline import Pipeline
+from mpc_dist.training import loop
 from mpc_dist.training.config import Config
 from mpc_dist.training.job import train
 from tests.training.local import losses, parse, train_locally
@@ -45,6 +47,22 @@ def test_a_run_with_processes_goes_on_as_one_without_bit_for_bit(steps: str, fol
     whole, parts = (losses(tmp_path / name, 2) for name in ("whole", "parts"))
     assert whole == parts
     assert {step for step, _, _ in whole} == set(range(1, 7))
+
+
+def test_batches_that_are_loaded_during_the_step_before_are_the_same(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As on a GPU: also where a run is cut, which has then read a batch that it does not train on."""
+    arguments = [*SMALL, "--data.folder", str(folder), *words("--training.workers 0 --training.eval_every 2")]
+    train_locally([*arguments, "--training.steps", "6"], tmp_path / "whole")
+    loaded: list[object] = []
+    load = Pipeline.load
+    monkeypatch.setattr(loop, "has_own_queue", lambda _: True)
+    monkeypatch.setattr(Pipeline, "load", lambda self, *batch: loaded.append(batch) or load(self, *batch))
+    for steps in ("3", "6"):
+        train_locally([*arguments, "--training.steps", steps], tmp_path / "parts")
+    assert losses(tmp_path / "whole", 1) == losses(tmp_path / "parts", 1)
+    assert len(loaded) == 2 + 2  # not in the last step of each
 
 
 def test_replicas_go_on_from_one_process_with_the_same_pictures(folder: Path, tmp_path: Path):

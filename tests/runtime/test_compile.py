@@ -15,6 +15,8 @@ from torch._dynamo.utils import counters
 from mpc_dist.models import Chain
 from mpc_dist.precision import Precision
 from mpc_dist.readout import mean_squared_error
+from mpc_dist.runtime.branches import BranchFinder
+from mpc_dist.runtime.compiled import compile_blocks
 from mpc_dist.runtime.in_process import InProcessPipeline
 from mpc_dist.runtime.local import run_local_ranks
 from mpc_dist.runtime.stage import StageOptions
@@ -105,6 +107,16 @@ def test_compiled_blocks_train_as_they_are_written(case: str):
     assert compiled.state_dict().keys() == written.state_dict().keys()
     # No graph knows of a block's index, of a micro-batch or of a step, and modes and windows share them.
     assert counters["stats"]["unique_graphs"] == NUM_GRAPHS
+
+
+def test_a_compiled_block_gives_all_gradients_in_the_input_half():
+    """To ask it again in the weight half would repeat the whole backward."""
+    block = build().blocks[0]
+    compile_blocks([block])
+    source = torch.randn(4, WIDTH, requires_grad=True)
+    edges, rounds, direct = BranchFinder([*block.parameters()]).find(block(source), source)
+    assert (edges, rounds) == ([], ())
+    assert set(direct) == set(block.parameters())
 
 
 @pytest.mark.slow

@@ -100,6 +100,9 @@ def _search(nodes: Sequence[Node], output: Tensor, source: Tensor, parameters: S
         if leaves.get(place) is source or not path.isdisjoint(children[place]):
             path.add(place)
     beginnings = _find_beginnings(order, children, path, ends)
+    # A compiled block is one node, which gives all its gradients whenever it is asked for one: none can wait.
+    compiled = {place for place, node in enumerate(nodes) if node.name() == "CompiledFunctionBackward"}
+    beginnings = {end: begun if begun.isdisjoint(compiled) else set() for end, begun in beginnings.items()}
     points: dict[int, list[Tensor]] = {}
     for end, begun in beginnings.items():
         if len(begun) == 1:

@@ -53,6 +53,17 @@ def test_the_angle_benchmark_compares_ways_that_agree(tmp_path: Path):
     assert json.loads(out.read_text())[0]["system"] == "one pass"
 
 
+@pytest.mark.slow
+def test_the_compile_benchmark_pays_for_the_compiler_in_the_first_step(tmp_path: Path):
+    out = tmp_path / "rows.json"
+    done = run(*"compile --blocks 2 --width 8 --context 4 --repeats 1 --json".split(), str(out))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())
+    assert {row["system"] for row in rows} == {"as written", "compiled"}
+    for row in rows:
+        assert (row["first step s"] > 10 * row["step_seconds"]) or row["system"] == "as written"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -13,7 +13,10 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from mpc_dist.models import Chain
+from mpc_dist.precision import Precision
 from mpc_dist.readout import mean_squared_error
+from mpc_dist.runtime.branches import BranchFinder
+from mpc_dist.runtime.compiled import compile_blocks
 from mpc_dist.runtime.in_process import InProcessPipeline
 from mpc_dist.runtime.local import run_local_ranks
 from mpc_dist.runtime.stage import StageOptions
@@ -106,6 +109,28 @@ def test_compiled_blocks_train_as_they_are_written(case: str):
     assert counters["stats"]["unique_graphs"] == NUM_GRAPHS
 
 
+def test_a_compiled_block_gives_all_gradients_in_the_input_half():
+    """To ask it again in the weight half would repeat the whole backward."""
+    block = build().blocks[0]
+    compile_blocks([block])
+    source = torch.randn(4, WIDTH, requires_grad=True)
+    edges, rounds, direct = BranchFinder([*block.parameters()]).find(block(source), source)
+    assert (edges, rounds) == ([], ())
+    assert set(direct) == set(block.parameters())
+
+
+@pytest.mark.slow
+def test_a_precision_of_two_bytes_is_compiled_too():
+    """Fused operations do not round in between, so that it is near only, by the bits that bfloat16 has."""
+    options = StageOptions(seed=3, precision=Precision(torch.bfloat16))
+    written, compiled = build(), build()
+    expected = train(written, sliding(T, 2), options, split=True)
+    found = train(compiled, sliding(T, 2), replace(options, compile=True), split=True)
+    assert found == pytest.approx(expected, rel=2**-8)
+    for (name, value), weight in zip(compiled.named_parameters(), written.parameters(), strict=True):
+        assert (value - weight).norm() <= 2**-8 * weight.norm(), name
+
+
 def test_a_backward_on_another_thread_may_use_a_graph_twice_too():
     """As on GPUs, where autograd has threads of its own."""
     chain = build()
@@ -130,7 +155,7 @@ def change_windows(rank: int, partition: tuple[int, ...], *, compile: bool) -> t
     return named, counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize("partition", [(T,), (2, 2)], ids=str)
+@pytest.mark.parametrize("partition", [pytest.param((T,), marks=pytest.mark.slow), (2, 2)], ids=str)
 def test_windows_may_change_and_ranks_share_what_is_compiled(partition: tuple[int, ...]):
     by_rank = run_local_ranks(partial(change_windows, partition=partition, compile=True), len(partition))
     expected, none = change_windows(0, (T,), compile=False)
@@ -142,7 +167,7 @@ def test_windows_may_change_and_ranks_share_what_is_compiled(partition: tuple[in
 
 
 RUN = (
-    "--model.name res_mlp --model.num_blocks 2 --model.width 4 --data.name trigonometric --data.num_train 40 "
+    "--model.name res_mlp --model.num_blocks 1 --model.width 4 --data.name trigonometric --data.num_train 40 "
     "--data.num_test 8 --batch_size 8 --training.steps 2 --training.eval_batches 1 --training.compile true --device cpu"
 ).split()
 

@@ -137,7 +137,7 @@ OPTIONS = {
 M = 4
 Case = tuple[str, str, str, bool]
 """Names of windows, doing and options; whether the head is shared."""
-CASES: list[Case] = list(itertools.product(["h = 1", "h = 2", "backprop"], DOINGS, OPTIONS, (False, True)))
+CASES: list[Case] = list(itertools.product(["h = 2", "backprop"], DOINGS, OPTIONS, (False, True)))
 
 
 def record_doings(

@@ -22,7 +22,7 @@ from mpc_dist.runtime.microbatch import Shares
 from mpc_dist.runtime.pipeline import Pipeline
 from mpc_dist.runtime.stage import StageOptions
 from mpc_dist.schedule import lay_out
-from mpc_dist.windows import Windows, backprop, cumulative, sliding
+from mpc_dist.windows import Windows, backprop, sliding
 from tests.nccl.alone import Others, alone
 from tests.nccl.device import DEVICE_TYPE, Device, elsewhere
 from tests.nccl.record import recording
@@ -32,7 +32,6 @@ PARTITION = (1, 1, 1)
 WINDOWS = {
     "h = 1": sliding(T, 1),
     "h = 2": sliding(T, 2),
-    "cumulative 2": cumulative(T, 2),
     "backprop": backprop(T),
 }
 OPTIONS = {
@@ -84,7 +83,9 @@ def count_waits(pipeline: Pipeline, device: Device) -> list[list[str]]:
 
 Case = tuple[str, str, bool, bool]
 """Names of windows and options; whether backwards are split, and heads shared."""
-CASES: list[Case] = list(itertools.product(WINDOWS, OPTIONS, (False, True), (False, True)))
+CASES: list[Case] = [
+    (*names, split, not split) for names in itertools.product(WINDOWS, OPTIONS) for split in (False, True)
+]
 
 
 def step_everywhere(_: int, replicas: int, cases: Sequence[Case], fault: str = "") -> dict[object, list[list[str]]]:

@@ -32,7 +32,7 @@ TIMEOUT = timedelta(seconds=60)
 WINDOWS = {
     **{f"sliding {h}": sliding(T, h) for h in range(1, T)},
     "backprop": backprop(T),
-    **{f"tumbling {g}": tumbling(T, g) for g in (2, 3, 4)},
+    **{f"tumbling {g}": tumbling(T, g) for g in (2, 3)},
     **{f"cumulative {h}": cumulative(T, h) for h in (2, 3)},
     "sliding 2, every other anchor": sliding(T, 2, [2, 4, 6]),
     "sliding 3, every third anchor": sliding(T, 3, [3, 6]),

@@ -1,5 +1,6 @@
 """Blocks compiled by torch.compile, in place: parameters keep their names, and blocks of a kind share their graphs."""
 
+import importlib
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -18,7 +19,7 @@ def compile_blocks(blocks: Iterable[nn.Module]) -> None:
     """
     # torch asks whenever a backward runs, and on GPUs that is on threads of autograd's, which do not see what this one
     # assigns: it must be so by default.
-    config: Any = torch._functorch.config
+    config: Any = importlib.import_module("torch._functorch.config")
     config._config["donated_buffer"].default = False
     for block in blocks:
         if block._compiled_call_impl is None:

@@ -99,7 +99,7 @@ def _judge_rates(rates: Sequence[Rates]) -> Verdict:
 
 def _judge_closed(choices: Sequence[Choice]) -> Verdict:
     errors = {one.curve: _error([same for same in choices if same.curve == one.curve]) for one in choices}
-    # Of several that are equal as written, the first: how the last bits are rounded differs from processor to processor.
+    # Of several that are equal as written, the first: processors differ in how they round the last bits.
     written = {curve: round(error, 3) for curve, error in errors.items()}
     best, worst = min(written, key=written.__getitem__), max(written, key=written.__getitem__)
     word: VerdictWord = (

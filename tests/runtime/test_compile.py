@@ -1,5 +1,7 @@
 """Compiled blocks: the weights that the blocks as written come to, by few graphs that blocks and steps share."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -55,6 +57,12 @@ def draw_batch() -> tuple[Tensor, Tensor]:
 
 def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.2)
+
+
+def test_blocks_can_be_compiled_in_a_process_that_has_imported_nothing_else():
+    script = "import torch, mpc_dist.runtime.compiled as own; own.compile_blocks([torch.nn.Linear(2, 2)])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 CASES: dict[str, tuple[Windows, bool, bool]] = {

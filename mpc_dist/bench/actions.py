@@ -93,8 +93,10 @@ def bench_actions(checkouts: dict[str, Path], repeats: int) -> list[Row]:
     """The times in each checkout, by name, and in torch alone, processes alternating; `ratio` is of the first to it."""
     first = next(iter(checkouts))
     found: dict[str, dict[str, list[float]]] = {name: {} for name in (*checkouts, TORCH_ALONE)}
-    for _ in range(repeats):
-        for name in found:
+    for repeat in range(repeats):
+        # Whoever comes first in a round may find the machine in another state: everyone in turn.
+        turn = repeat % len(found)
+        for name in [*found][turn:] + [*found][:turn]:
             folder = checkouts.get(name, checkouts[first])
             environment = {**os.environ, "PYTHONPATH": str(folder.resolve()), "OMP_NUM_THREADS": "1"}
             command = [sys.executable, __file__, *([TORCH_ALONE] if name == TORCH_ALONE else [])]

@@ -35,7 +35,9 @@ class Precision:
 
         It must end after the update: the next step casts anew. Frozen weights torch casts every time.
         """
-        return _NOTHING if self.compute is None else _keep_casts(device)
+        if self.compute is not None:
+            return _keep_casts(device)
+        return _forget_casts() if torch.is_autocast_enabled(device.type) else _NOTHING
 
     def message_type(self, state: torch.dtype) -> torch.dtype:
         """The type in which states of this type, and their adjoints, travel between ranks."""
@@ -58,11 +60,17 @@ def set_tf32(device: torch.device, *, is_allowed: bool) -> None:
 
 @contextmanager
 def _keep_casts(device: torch.device) -> Iterator[None]:
-    # torch forgets its casts at the end of the outermost autocast, which need not be this one: not those of others.
+    with _forget_casts(), torch.autocast(device.type, enabled=False):
+        yield
+
+
+@contextmanager
+def _forget_casts() -> Iterator[None]:
+    # torch does so at the end of the outermost autocast, which may be the caller's own, around many steps: their
+    # updates would not be seen.
     torch.clear_autocast_cache()
     try:
-        with torch.autocast(device.type, enabled=False):
-            yield
+        yield
     finally:
         torch.clear_autocast_cache()
 

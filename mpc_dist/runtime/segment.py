@@ -33,6 +33,12 @@ class _Part:
     """Those that are trained."""
     finder: BranchFinder
 
+    def make_graph(self, source: Tensor, output: Tensor) -> Graph:
+        """What a forward pass from this source left."""
+        if output is source:  # blocks that pass their input on: a graph is needed all the same
+            output = source.view_as(source)
+        return Graph(source, output, self.parameters, self.finder)
+
 
 @dataclass
 class _InFlight:
@@ -105,9 +111,7 @@ class Segment:
             source = state.detach().requires_grad_(state.is_floating_point())
             if self._recomputer is None:
                 output = self._run(part, microbatch, source, is_guarded=is_guarded)
-                if output is source:  # blocks that pass their input on: a graph is needed all the same
-                    output = source.view_as(source)
-                kept.append(Graph(source, output, part.parameters, part.finder))
+                kept.append(part.make_graph(source, output))
             else:
                 output, kept_input = self._run_and_forget(part, microbatch, source, is_guarded=is_guarded)
                 kept.append(kept_input)
@@ -274,7 +278,7 @@ class Segment:
         source = kept.source
         source = source.detach().requires_grad_(source.is_floating_point())
         output = self._recomputer.run_again(part.blocks[0], source, kept, part.first_block, microbatch)
-        return Graph(source, output, part.parameters, part.finder)
+        return part.make_graph(source, output)
 
     def _use(self, microbatch: int) -> _InFlight:
         """The micro-batch, which is let go before its last use."""

@@ -56,7 +56,8 @@ class StageOptions:
     precision: Precision = FULL
     """In what type forwards compute and states travel; float16 wants a loss scale."""
     checkpoint: bool = False
-    """Whether each block keeps only its input and runs again in backward."""
+    """Whether each block keeps only its input and runs again in backward. What it draws from torch's generators is the
+    same then; from others, such as Python's `random`, it must draw nothing."""
     compile: bool = False
     """Whether each block is compiled by torch.compile, in place, when it first runs."""
     seed: int = 0

@@ -231,7 +231,8 @@ class TrainingConfig:
     """A loss, activation, adjoint or gradient that is not finite: stop with an error that names rank, block and
     micro-batch; skip the step on every rank, which makes them wait for all others at each update; or do not look."""
     recompute: bool = False
-    """Whether each block keeps only its input and runs again in backward: less memory, more time."""
+    """Whether each block keeps only its input and runs again in backward: less memory, more time. A block of your own
+    must then draw its random numbers from torch's generators only."""
     compile: bool = False
     """Whether each block is compiled by torch.compile: a minute at the start (again where inputs have another shape),
     faster steps afterwards; what is dropped at random is the same. It needs a C++ compiler, on GPUs Triton."""

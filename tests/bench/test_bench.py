@@ -112,6 +112,7 @@ def test_the_memory_benchmark_counts_more_for_longer_horizons(tmp_path: Path):
     assert [row["in flight"] for row in json.loads(out.read_text())][-1] == 4
 
 
+@pytest.mark.slow
 def test_the_checkpoint_benchmark_saves_and_compares(tmp_path: Path):
     out = tmp_path / "rows.json"
     options = "checkpoint --stages 2 --f 0.001 --megabytes 1 --every 2 --steps 6 --repeats 1 --json".split()
@@ -181,6 +182,7 @@ def test_the_tracking_benchmark_compares_tracked_with_untracked_steps(tmp_path: 
     assert rows["W&B offline"]["ratio of medians"] > 0
 
 
+@pytest.mark.slow
 def test_the_link_benchmark_measures_every_horizon_on_every_link(tmp_path: Path):
     if reason := why_not():
         pytest.skip(reason)

@@ -39,6 +39,7 @@ def test_the_checks_hold_on_the_cpu(tmp_path: Path):
     assert code == 0
 
 
+@pytest.mark.slow
 def test_a_speed_is_a_figure_of_the_machine(tmp_path: Path):
     code, verdicts = check(tmp_path, "compute")
     assert (code, verdicts) in [(0, {"compute": "held"}), (1, {"compute": "did not hold"})]

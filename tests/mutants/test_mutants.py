@@ -196,6 +196,7 @@ def outcomes(root: Path) -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 def test_a_small_project_from_the_first_run_to_the_last_survivor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(hunt, "LIMIT_EXTRA", 3.0)
     build_project(tmp_path)

@@ -43,6 +43,7 @@ def make(**changed: Callable[[int], float]) -> list[dict[str, float]]:
     return [{STEP: step, **STEADY, **{what: change(step) for what, change in changed.items()}} for step in steps]
 
 
+@pytest.mark.slow
 def test_a_tiny_soak_passes_and_leaves_nothing():
     command = f"{sys.executable} -m tests.reliability.soak --jobs 1 --long 1 --steps 300 --seed 0".split()
     # Sockets are in the temporary folder, and their paths must be short.

@@ -2,9 +2,10 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 
 from mpc_dist.models import GPT, Chain, build_chain
 from mpc_dist.precision import Precision, set_tf32
+from mpc_dist.readout import mean_squared_error
+from mpc_dist.runtime import build_pipeline
 from mpc_dist.runtime.in_process import InProcessPipeline
 from mpc_dist.runtime.local import run_local_ranks
 from mpc_dist.runtime.loss_scale import LossScale
@@ -309,6 +312,29 @@ class Counting(nn.Module):
     def forward(self, state: Tensor) -> Tensor:
         self.calls += 1
         return state
+
+
+def train_within(whose: Callable[[], AbstractContextManager[object]], *, is_around_all: bool) -> list[float]:
+    """Losses of six steps, with an autocast of the caller's own around all of them, or around each."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)]
+    optimizer = partial(torch.optim.SGD, lr=0.5)
+    pipeline = build_pipeline(blocks, mean_squared_error, horizon=backprop(3), optimizer=optimizer, num_microbatches=2)
+    inputs, labels = torch.randn(2, 4, 8)
+    losses = []
+    with whose() if is_around_all else nullcontext():
+        for _ in range(6):
+            with nullcontext() if is_around_all else whose():
+                losses.append(pipeline.step(inputs, labels).losses[3])
+            losses.append(pipeline.evaluate(inputs, labels)[3].loss if is_around_all else 0.0)
+    return losses[::2]
+
+
+def test_an_autocast_of_the_callers_own_around_many_steps_sees_every_update():
+    whose = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
+    losses = train_within(whose, is_around_all=True)
+    assert losses == train_within(whose, is_around_all=False)
+    assert len(set(losses)) == 6
 
 
 def test_gpus_multiply_in_tf32_if_they_may():

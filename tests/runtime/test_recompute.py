@@ -20,7 +20,7 @@ from mpc_dist.runtime.stage import StageOptions
 from mpc_dist.schedule import build_schedule, lay_out
 from mpc_dist.windows import backprop, cumulative, sliding, tumbling
 from tests.examples import assert_same, build_example
-from tests.runtime.reference import KeepGradients
+from tests.runtime.reference import KeepGradients, reference_gradients
 
 pytestmark = pytest.mark.usefixtures("float64")
 ROUNDING = 1e-12
@@ -204,3 +204,15 @@ def test_a_block_runs_twice_for_each_micro_batch(windows, split):
         Chain(blocks, mean_squared_error), windows, (1, 2, 1), 3, tuple(batch), split=split, recompute=True
     )
     assert runs == [2 * 3] * 4
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_blocks_that_pass_their_input_on_train_whichever_way(split, recompute):
+    torch.manual_seed(0)
+    chain = Chain([nn.Linear(4, 4), nn.Identity(), nn.Linear(4, 4), nn.Identity()], mean_squared_error)
+    inputs, labels = torch.randn(2, 6, 4)
+    found = gradients_after_a_step(
+        chain, sliding(4, 3), (1, 1, 2), 2, (inputs, labels), split=split, recompute=recompute
+    )
+    assert_same(found, reference_gradients(chain, inputs, labels, sliding(4, 3), 2), tolerance=ROUNDING)

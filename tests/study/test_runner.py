@@ -59,25 +59,35 @@ def test_results_before_a_failing_cell_are_kept_and_gone_on_from(tmp_path: Path)
 
 
 @dataclass(frozen=True)
-class Span:
-    """Sleeps, and says from when to when."""
+class Meeting:
+    """Waits until another cell has begun, too, and says from when to when it ran."""
 
     number: int
-    seconds: float = 0.3
+    folder: str
 
     def run(self) -> Result:
         start = time.monotonic()
-        time.sleep(self.seconds)
+        (Path(self.folder) / f"began-{self.number}").touch()
+        while len([*Path(self.folder).glob("began-*")]) < 2 and time.monotonic() < start + 60:
+            time.sleep(0.01)
         return {"start": start, "end": time.monotonic()}
 
 
 @dataclass(frozen=True)
-class LoneSpan(Span):
+class Alone:
+    """Says from when to when it ran."""
+
+    number: int
     runs_alone: ClassVar[bool] = True
+
+    def run(self) -> Result:
+        start = time.monotonic()
+        time.sleep(0.1)
+        return {"start": start, "end": time.monotonic()}
 
 
 def test_a_cell_that_measures_time_runs_alone(tmp_path: Path):
-    cells = {"a": Span(0), "b": Span(1), "timed": LoneSpan(2), "timed too": LoneSpan(3)}
+    cells = {"a": Meeting(0, str(tmp_path)), "b": Meeting(1, str(tmp_path)), "timed": Alone(2), "timed too": Alone(3)}
     records = run_cells(cells, Store(tmp_path / "cells.jsonl"), num_workers=2, title="spans", console=QUIET)
     spans = {name: (record.result["start"], record.result["end"]) for name, record in records.items()}
     assert spans["timed"][1] <= spans["timed too"][0]

@@ -4,9 +4,9 @@ So whatever a block draws from torch's generators, by whichever layer or functio
 schedule and number of ranks.
 """
 
-import zlib
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from zlib import crc32
 
 import torch
 
@@ -26,7 +26,10 @@ class Randomness:
 
     _begun_step: int = field(default=-1, repr=False)
     _begun_microbatch: int = field(default=-1, repr=False)
-    _seeds: "_Seeds" = field(default_factory=lambda: _Seeds(b""), repr=False)
+    _hashed: int = field(default=0, repr=False)
+    """Of all that the blocks of a micro-batch have in common."""
+    _names: dict[int, bytes] = field(default_factory=dict, repr=False)
+    """What a block adds to that: made once, as seeding is on the way of every forward."""
 
     def begin(self, block: int, microbatch: int) -> AbstractContextManager[object]:
         """What is drawn from here on belongs to this block's forward; a readout has its boundary, negated.
@@ -37,23 +40,14 @@ class Randomness:
         """
         if microbatch != self._begun_microbatch or self.step != self._begun_step:
             self._begun_step, self._begun_microbatch = self.step, microbatch
-            self._seeds = _Seeds(f"{self.seed} {self.replica} {self.step} {microbatch} ".encode())
-        seed = self._seeds[block]
+            self._hashed = crc32(f"{self.seed} {self.replica} {self.step} {microbatch} ".encode())
+        name = self._names.get(block)
+        if name is None:
+            name = self._names[block] = b"%d" % block
+        seed = crc32(name, self._hashed)
         for generator in self.generators:
             generator.manual_seed(seed)
         return _NOTHING
-
-
-class _Seeds(dict[int, int]):
-    """A hash for each block, of what its micro-batch's blocks have in common, too."""
-
-    def __init__(self, common: bytes) -> None:
-        super().__init__()
-        self._hashed = zlib.crc32(common)
-
-    def __missing__(self, block: int) -> int:
-        seed = self[block] = zlib.crc32(b"%d" % block, self._hashed)
-        return seed
 
 
 def list_generators(device: torch.device) -> tuple[torch.Generator, ...]:

@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from mpc_dist.precision import FULL, Precision, gradients_as_weights, sum_in_float32
+from mpc_dist.precision import FULL, Precision, gradient_type, gradients_as_weights, sum_in_float32
 from mpc_dist.readout import Loss, Shared
 from mpc_dist.runtime.clock import clock_of
 from mpc_dist.runtime.compiled import compile_blocks
@@ -116,6 +116,7 @@ class Stage:
         self._sum_over_stages = sum_over_stages
         self.parameters = [p for _, p in self.named_parameters() if p.requires_grad]
         sum_in_float32(self.parameters)
+        self._summed_wider = [p for p in self.parameters if gradient_type(p) != p.dtype]
         self.optimizer = optimizer(self.parameters) if self.parameters else None
         self.zero: ZeroOptimizer | None = None
         if sharding is not None and self.optimizer is not None:
@@ -271,7 +272,7 @@ class Stage:
         if self._options.clip_norm is not None:
             self._clip(self._options.clip_norm)
         if self.optimizer is not None:
-            with gradients_as_weights(self.parameters):
+            with gradients_as_weights(self._summed_wider):
                 self.optimizer.step()
                 self.optimizer.zero_grad(set_to_none=True)
 

@@ -277,6 +277,7 @@ def test_leaves_its_mark():
 """All pass in this order; the quickest first, one fails and another takes longer than by itself."""
 
 
+@pytest.mark.slow
 def test_a_test_that_fails_for_its_place_alone_kills_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(hunt, "LIMIT_EXTRA", 2.0)
     monkeypatch.setattr(hunt, "LIMIT_FACTOR", 1.5)

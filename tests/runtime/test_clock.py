@@ -112,3 +112,17 @@ def test_training_reads_times_when_it_writes_them(tmp_path: Path, monkeypatch: p
     # Before the steps whose timelines are written.
     reads = [step for step, (before, after) in enumerate(pairwise(waits[:20]), 1) if after > before]
     assert reads == [1, 8, 16]
+
+
+def test_the_work_of_a_gpu_is_timed_by_its_events_and_a_hosts_by_its_own_clock(monkeypatch):
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None: ...
+
+        def synchronize(self) -> None: ...
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    assert isinstance(clock_of(torch.device("cuda", 0)).now(), Event)
+    assert isinstance(clock_of(torch.device("cpu")).now(), float)
